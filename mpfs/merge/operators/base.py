@@ -1,0 +1,109 @@
+"""What a merge method is: the contract between the engine and an operator.
+
+An operator never sees a whole model, nor even a whole tensor: it is given *columns*, runs of elements that are
+aligned over all inputs. Its work has two phases. `prepare` runs once a tensor and condenses whatever needs the
+whole tensor (thresholds, norms) into a few JSON values, streaming over the columns as often as it must. `apply`
+is pure and runs once a column, on any thread, in any order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+
+Scalar: TypeAlias = float | int | bool
+Prepared: TypeAlias = Mapping[str, object]
+"""The result of `prepare`: JSON values only, so that it can be cached and compared."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a method, as the recipe spells it.
+
+    `per_model` parameters are looked up for each expert (source, then the levels above); the others once a tensor.
+    A required parameter has no default.
+    """
+
+    name: str
+    default: Scalar | None = None
+    required: bool = False
+    per_model: bool = False
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameter values in force for one tensor: shared ones, and one mapping per expert, in listing order."""
+
+    shared: Mapping[str, Scalar]
+    experts: Sequence[Mapping[str, Scalar]]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A run of an expert's elements that the plan does not read: how many, and the RMS of their delta.
+
+    `rms` is an estimate from sketches, in units of the weights.
+    """
+
+    numel: int
+    rms: float
+
+
+@dataclass(frozen=True)
+class TensorContext:
+    """What an operator may know about the tensor that it works on.
+
+    `dtype` is the dtype that all arithmetic runs in and that columns arrive in. `expert_keys` identify the experts
+    by content (for random generators: independent of listing order). `left_out[i]` describes what a budgeted plan
+    leaves unread of expert i (empty at full budget).
+    """
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    seed: int
+    expert_keys: Sequence[str]
+    left_out: Sequence[Sequence[LeftOut]] = field(default=())
+
+
+@dataclass(frozen=True)
+class Column:
+    """Elements [start, start + n) of one tensor, from every input.
+
+    `base` is 1-D of n elements in the context's dtype, None where the method has no base. `experts[i]` is the same
+    for expert i, or None where the plan does not read that expert here (its delta then counts as zero). An expert
+    that equals the base here arrives as `base` itself.
+    """
+
+    start: int
+    base: torch.Tensor | None
+    experts: Sequence[torch.Tensor | None]
+
+
+class Operator(ABC):
+    """A merge method. Stateless: everything that varies comes in as an argument.
+
+    `interaction` tells the planner how experts combine within a column: "additive" when each expert's block is worth
+    reading by itself, "column" when a half-read column misleads (sign election).
+    """
+
+    name: ClassVar[str]
+    parameters: ClassVar[tuple[Parameter, ...]]
+    needs_base: ClassVar[bool] = True
+    interaction: ClassVar[Literal["additive", "column"]] = "additive"
+
+    def prepare(
+        self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
+    ) -> Prepared:
+        """Condense what needs the whole tensor. Each call of `columns()` streams the tensor once, in order."""
+        return {}
+
+    @abstractmethod
+    def apply(
+        self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column
+    ) -> torch.Tensor:
+        """Merge one column; the result is 1-D, in the context's dtype."""
