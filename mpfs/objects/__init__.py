@@ -1,0 +1,34 @@
+"""Pure data: what a repository is made of, without any I/O.
+
+Objects are frozen dataclasses with one canonical encoding (`encoding`), and are named by its SHA-256. Blocks are
+plain bytes, named by their XXH3-128.
+"""
+
+from mpfs.objects.commit import Commit, Input
+from mpfs.objects.ids import BlockId, ObjectId, block_id, object_id
+from mpfs.objects.plan import Budget, Cost, ModelRef, Plan, PlanTensor, Selection
+from mpfs.objects.run import Figures, Run
+from mpfs.objects.snapshot import BlobFile, File, SafetensorsFile, Snapshot
+from mpfs.objects.tensor import Tensor
+
+__all__ = [
+    "BlobFile",
+    "BlockId",
+    "Budget",
+    "Commit",
+    "Cost",
+    "Figures",
+    "File",
+    "Input",
+    "ModelRef",
+    "ObjectId",
+    "Plan",
+    "PlanTensor",
+    "Run",
+    "SafetensorsFile",
+    "Selection",
+    "Snapshot",
+    "Tensor",
+    "block_id",
+    "object_id",
+]

@@ -1,0 +1,258 @@
+"""A plan: a compiled merge. What is kept, what is computed, from which experts' blocks, at what predicted cost.
+
+A plan is a pure function of the recipe, the input commits, the budget and the policy; its id depends on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Literal, TypeAlias, cast
+
+from mpfs.objects.encoding import Json, decode, encode
+from mpfs.objects.ids import ObjectId
+
+KIND = "plan"
+VERSION = 1
+
+Scalar: TypeAlias = "bool | int | float"
+Action: TypeAlias = Literal["keep", "compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """An input of the merge: what the recipe calls it, and what that was when the plan was made."""
+
+    name: str
+    commit: ObjectId
+    snapshot: ObjectId
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What was asked for. `kind` "none" reads everything, "bytes" and "percent" bound the expert bytes read (percent
+    of what a merge without a budget reads), "fidelity" asks for the least bytes that reach `value`."""
+
+    kind: Literal["none", "bytes", "percent", "fidelity"] = "none"
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Predicted cost. Bytes are stored bytes of distinct blocks; blocks count the output's blocks.
+
+    `expert_bytes_full` is what a merge without a budget reads of the experts, `expert_bytes_planned` the most that
+    this plan reads of them, `base_bytes_read` what it reads of the base, `bytes_written` the most that it writes.
+    """
+
+    expert_bytes_full: int
+    expert_bytes_planned: int
+    base_bytes_read: int
+    bytes_written: int
+    blocks_kept: int
+    blocks_computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The columns of a tensor that are read from one expert, as sorted half-open ranges."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, columns: Sequence[int]) -> Selection:
+        """Compress sorted, distinct column indices."""
+        ranges: list[tuple[int, int]] = []
+        for column in columns:
+            if ranges and ranges[-1][1] == column:
+                ranges[-1] = (ranges[-1][0], column + 1)
+            else:
+                ranges.append((column, column + 1))
+        return cls(tuple(ranges))
+
+    def columns(self) -> Iterator[int]:
+        """The column indices, ascending."""
+        for start, stop in self.ranges:
+            yield from range(start, stop)
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTensor:
+    """One output tensor.
+
+    A column is a run of `column_elements` elements (the last one shorter); it covers whole blocks of every input and
+    of the output. With action "keep" the tensor is `base` as it is. With "compute", the columns listed in `columns`
+    are computed and the others are the base's blocks. `experts` are (index into the plan's models, tensor id);
+    `selections[i]` are the columns read from experts[i], `shared` and `parameters[i]` the method's parameters.
+    `energy` is the estimated squared norm of the full weighted delta, `energy_left_out` that of what is not read
+    (units: weights squared). `note` says why, where the reason is not the budget.
+    """
+
+    name: str
+    action: Action
+    dtype: str
+    shape: tuple[int, ...]
+    column_elements: int
+    base: ObjectId | None
+    experts: tuple[tuple[int, ObjectId], ...] = ()
+    selections: tuple[Selection, ...] = ()
+    columns: Selection = Selection(())
+    shared: Mapping[str, Scalar] = field(default_factory=dict)
+    parameters: tuple[Mapping[str, Scalar], ...] = ()
+    energy: float = 0.0
+    energy_left_out: float = 0.0
+    note: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def column_count(self) -> int:
+        """Number of columns."""
+        return -(-self.numel // self.column_elements)
+
+    def as_json(self) -> Json:
+        """The JSON form."""
+        return {
+            "name": self.name,
+            "action": self.action,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "column_elements": self.column_elements,
+            "base": self.base,
+            "experts": [
+                {
+                    "model": model,
+                    "tensor": tensor,
+                    "columns": [list(item) for item in selection.ranges],
+                    "parameters": dict(parameters),
+                }
+                for (model, tensor), selection, parameters in zip(
+                    self.experts, self.selections, self.parameters, strict=True
+                )
+            ],
+            "columns": [list(item) for item in self.columns.ranges],
+            "parameters": dict(self.shared),
+            "energy": self.energy,
+            "energy_left_out": self.energy_left_out,
+            "note": self.note,
+        }
+
+    @classmethod
+    def from_json(cls, value: Json) -> PlanTensor:
+        """Read one back from its JSON form."""
+        experts = value["experts"]
+        return cls(
+            name=value["name"],
+            action=cast(Action, value["action"]),
+            dtype=value["dtype"],
+            shape=tuple(value["shape"]),
+            column_elements=value["column_elements"],
+            base=value["base"],
+            experts=tuple((item["model"], item["tensor"]) for item in experts),
+            selections=tuple(_selection(item["columns"]) for item in experts),
+            columns=_selection(value["columns"]),
+            shared=value["parameters"],
+            parameters=tuple(item["parameters"] for item in experts),
+            energy=value["energy"],
+            energy_left_out=value["energy_left_out"],
+            note=value["note"],
+        )
+
+
+def _selection(ranges: Sequence[Sequence[int]]) -> Selection:
+    return Selection(tuple((start, stop) for start, stop in ranges))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A compiled merge.
+
+    `models` are all inputs in the recipe's order; `base` and `template` index into them: the common ancestor, if the
+    method has one, and the model whose side files (config, tokenizer) the result takes. `work_dtype` is the dtype
+    that the recipe asks arithmetic to run in, None for the inputs' own; `out_dtype` likewise for the result.
+    `notes` are things that a person should know about the fit of the models. `fidelity_predicted` is
+    1 - |M_budget - M_full| / |M_full - base|, estimated (1 for a plan without a budget).
+    """
+
+    method: str
+    compat: str
+    recipe: Mapping[str, object]
+    models: tuple[ModelRef, ...]
+    base: int | None
+    template: int
+    work_dtype: str | None
+    out_dtype: str | None
+    seed: int
+    block_size: int
+    budget: Budget
+    policy: str
+    tensors: tuple[PlanTensor, ...]
+    cost: Cost
+    fidelity_predicted: float
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> Json:
+        """The JSON form: what the canonical encoding encodes."""
+        return {
+            "kind": KIND,
+            "version": VERSION,
+            "method": self.method,
+            "compat": self.compat,
+            "recipe": dict(self.recipe),
+            "models": [asdict(model) for model in self.models],
+            "base": self.base,
+            "template": self.template,
+            "work_dtype": self.work_dtype,
+            "out_dtype": self.out_dtype,
+            "seed": self.seed,
+            "block_size": self.block_size,
+            "budget": asdict(self.budget),
+            "policy": self.policy,
+            "tensors": [tensor.as_json() for tensor in self.tensors],
+            "cost": asdict(self.cost),
+            "fidelity_predicted": self.fidelity_predicted,
+            "notes": list(self.notes),
+        }
+
+    def encode(self) -> bytes:
+        """The canonical encoding."""
+        return encode(self.as_json())
+
+    @classmethod
+    def decode(cls, data: bytes) -> Plan:
+        """Read a plan back, from the store or from a file.
+
+        Raises:
+            ValueError: the bytes are not a plan, or one of a newer version.
+        """
+        value = decode(data, KIND)
+        if value.get("version") != VERSION:
+            raise ValueError(f"plan version {value.get('version')!r} is not supported (this MPFS reads {VERSION})")
+        try:
+            return cls(
+                method=value["method"],
+                compat=value["compat"],
+                recipe=value["recipe"],
+                models=tuple(ModelRef(**item) for item in value["models"]),
+                base=value["base"],
+                template=value["template"],
+                work_dtype=value["work_dtype"],
+                out_dtype=value["out_dtype"],
+                seed=value["seed"],
+                block_size=value["block_size"],
+                budget=Budget(**value["budget"]),
+                policy=value["policy"],
+                tensors=tuple(PlanTensor.from_json(item) for item in value["tensors"]),
+                cost=Cost(**value["cost"]),
+                fidelity_predicted=value["fidelity_predicted"],
+                notes=tuple(value["notes"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"malformed plan: {error!r}") from error

@@ -1,0 +1,138 @@
+"""A snapshot: git's tree. The immutable list of a checkpoint's files and, through them, of its tensors.
+
+A safetensors file is kept as its header, byte for byte, and its tensors in the order of their data: the format
+allows no holes, so header plus tensors is the file. Every other file is a byte string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import TypeAlias
+
+from mpfs.objects.encoding import Json, decode, encode
+from mpfs.objects.ids import ObjectId
+
+KIND = "snapshot"
+
+
+@dataclass(frozen=True, slots=True)
+class BlobFile:
+    """A file that is kept as it is. `content` is a U8 tensor; `size` is in bytes."""
+
+    path: str
+    size: int
+    content: ObjectId
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """A safetensors file. `header` is a U8 tensor of the first bytes, up to the data; `size` is in bytes.
+
+    `tensors` are (name in this file, tensor id) in data order. In the snapshot a tensor is called `prefix` + name:
+    the prefix is empty for the model itself, and keeps apart what sub-directories and variants hold.
+    """
+
+    path: str
+    size: int
+    header: ObjectId
+    prefix: str
+    tensors: tuple[tuple[str, ObjectId], ...]
+
+
+File: TypeAlias = BlobFile | SafetensorsFile
+
+
+def check_path(path: str) -> str:
+    """Return `path` if it can be a file's path in a snapshot: relative, plain, inside.
+
+    Raises:
+        ValueError: it is absolute, escapes, is empty or has an odd part.
+    """
+    pure = PurePosixPath(path)
+    if not path or pure.is_absolute() or str(pure) != path or ".." in pure.parts or "\0" in path or "\\" in path:
+        raise ValueError(f"unsafe path in a snapshot: {path!r}")
+    return path
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files of a checkpoint, sorted by path."""
+
+    files: tuple[File, ...]
+
+    def __post_init__(self) -> None:
+        paths = [check_path(file.path) for file in self.files]
+        if paths != sorted(set(paths)):
+            raise ValueError("a snapshot's paths must be sorted and unique")
+        count = sum(len(file.tensors) for file in self.safetensors_files())
+        if len(self.tensors) != count:
+            raise ValueError("a snapshot's tensor names must be unique")
+
+    def safetensors_files(self) -> Iterator[SafetensorsFile]:
+        """The files that hold tensors."""
+        return (file for file in self.files if isinstance(file, SafetensorsFile))
+
+    @cached_property
+    def tensors(self) -> Mapping[str, ObjectId]:
+        """Every tensor's id by its name in the snapshot, in file and data order."""
+        return {file.prefix + name: tensor for file in self.safetensors_files() for name, tensor in file.tensors}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.size for file in self.files)
+
+    def file(self, path: str) -> File | None:
+        """The file at `path`, if there is one."""
+        return next((file for file in self.files if file.path == path), None)
+
+    def references(self) -> Iterator[ObjectId]:
+        """Every tensor object that the snapshot needs, headers and side files included."""
+        for file in self.files:
+            if isinstance(file, BlobFile):
+                yield file.content
+            else:
+                yield file.header
+                yield from (tensor for _, tensor in file.tensors)
+
+    def encode(self) -> bytes:
+        """The canonical encoding."""
+        return encode({"kind": KIND, "files": [_file_json(file) for file in self.files]})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Snapshot:
+        """Read a snapshot back.
+
+        Raises:
+            ValueError: the bytes are not a snapshot object.
+        """
+        value = decode(data, KIND)
+        try:
+            return cls(tuple(_file_from_json(item) for item in value["files"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"malformed snapshot object: {error!r}") from error
+
+
+def _file_json(file: File) -> Json:
+    if isinstance(file, BlobFile):
+        return {"type": "blob", "path": file.path, "size": file.size, "content": file.content}
+    return {
+        "type": "safetensors",
+        "path": file.path,
+        "size": file.size,
+        "header": file.header,
+        "prefix": file.prefix,
+        "tensors": [list(pair) for pair in file.tensors],
+    }
+
+
+def _file_from_json(value: Json) -> File:
+    if value["type"] == "blob":
+        return BlobFile(value["path"], value["size"], value["content"])
+    if value["type"] == "safetensors":
+        tensors = tuple((name, tensor) for name, tensor in value["tensors"])
+        return SafetensorsFile(value["path"], value["size"], value["header"], value["prefix"], tensors)
+    raise ValueError(f"unknown file type {value['type']!r}")

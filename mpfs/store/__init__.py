@@ -1,0 +1,28 @@
+"""The store: blocks, objects and refs in one LMDB environment, with transactions, locks, gc and fsck."""
+
+from mpfs.store.blocks import BlockInfo, BlockReader, stats_key
+from mpfs.store.objects import ObjectReader
+from mpfs.store.refs import Ref, ReflogEntry, RefReader, check_ref_name
+from mpfs.store.reuse import ReuseTable, reuse_key
+from mpfs.store.store import DEFAULT_BLOCK_SIZE, Store, StoreInfo
+from mpfs.store.writer import RefMove, StagedBlock, WriteFigures, Writer
+
+__all__ = [
+    "DEFAULT_BLOCK_SIZE",
+    "BlockInfo",
+    "BlockReader",
+    "ObjectReader",
+    "Ref",
+    "RefMove",
+    "RefReader",
+    "ReflogEntry",
+    "ReuseTable",
+    "StagedBlock",
+    "Store",
+    "StoreInfo",
+    "WriteFigures",
+    "Writer",
+    "check_ref_name",
+    "reuse_key",
+    "stats_key",
+]

@@ -1,0 +1,131 @@
+"""Blocks: reading them back, verified, and the little that is kept about each.
+
+Reads are the budget's business: whoever reads gets exactly the blocks that were named, and the disk is asked for
+exactly their ranges (DESIGN §4: no read-ahead, but a prefetch by the file offsets kept in block_info).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpfs.errors import IntegrityError
+from mpfs.objects import BlockId, block_id
+from mpfs.objects.dtypes import CODES
+from mpfs.store.environment import Environment, Transaction
+
+RAW = 0
+"""The codec of payloads that are the raw bytes; no other is defined yet."""
+
+_INFO = struct.Struct("<B7xQQq")
+_UNKNOWN_OFFSET = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """What is known of a stored block. Sizes in bytes; `offset` is a hint where in data.mdb the payload lies."""
+
+    codec: int
+    raw_size: int
+    stored_size: int
+    offset: int | None
+
+    def pack(self) -> bytes:
+        """The record: 32 bytes, little-endian."""
+        offset = _UNKNOWN_OFFSET if self.offset is None else self.offset
+        return _INFO.pack(self.codec, self.raw_size, self.stored_size, offset)
+
+    @classmethod
+    def unpack(cls, record: bytes | memoryview) -> BlockInfo:
+        """Read a record.
+
+        Raises:
+            ValueError: it has the wrong length.
+        """
+        if len(record) != _INFO.size:
+            raise ValueError(f"a block_info record has {_INFO.size} bytes, not {len(record)}")
+        codec, raw_size, stored_size, offset = _INFO.unpack(record)
+        return cls(codec, raw_size, stored_size, None if offset == _UNKNOWN_OFFSET else offset)
+
+
+def stats_key(block: BlockId, dtype: str, first_element: int) -> bytes:
+    """The key of a block's statistics: they depend on its bytes, its dtype and where in a tensor it lies."""
+    return block + bytes([CODES[dtype]]) + first_element.to_bytes(8, "big")
+
+
+def payload_offset(environment: Environment, payload: memoryview) -> int | None:
+    """Where in data.mdb a payload of a read transaction lies."""
+    if not len(payload):
+        return None
+    address = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
+    return environment.file_offset(address)
+
+
+class BlockReader:
+    """Reads blocks by id and verifies each against its id."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    @contextmanager
+    def view(self, blocks: Sequence[BlockId], where: str) -> Iterator[list[memoryview]]:
+        """The payloads of a batch of blocks, without a copy: buffers into the map, valid inside the `with` block.
+
+        `where` names the reader's object (tensor, snapshot) for error messages.
+
+        Raises:
+            IntegrityError: a block is missing, or its bytes are not what its id says.
+        """
+        with self._environment.read() as txn:
+            yield [_verified(txn, block, where) for block in blocks]
+
+    def read(self, block: BlockId, where: str) -> bytes:
+        """The raw bytes of one block, copied."""
+        with self.view([block], where) as (payload,):
+            return bytes(payload)
+
+    def prefetch(self, blocks: Sequence[BlockId]) -> None:
+        """Start reading these blocks from the disk, as far as their places are known."""
+        with self._environment.read() as txn:
+            for block in blocks:
+                record = txn.get("block_info", block)
+                if record is not None:
+                    info = BlockInfo.unpack(record)
+                    if info.offset is not None:
+                        self._environment.prefetch(info.offset, info.stored_size)
+
+    def info(self, block: BlockId) -> BlockInfo | None:
+        """What is known of a block, None if it is not there."""
+        with self._environment.read() as txn:
+            record = txn.get("block_info", block)
+            return None if record is None else BlockInfo.unpack(record)
+
+    def stats(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The statistics records under these keys (see `stats_key`), in order.
+
+        Raises:
+            IntegrityError: one is missing.
+        """
+        records = []
+        with self._environment.read() as txn:
+            for key in keys:
+                record = txn.get("stats", key)
+                if record is None:
+                    raise IntegrityError(f"block {key[:16].hex()}: its statistics are missing", block=key[:16].hex())
+                records.append(bytes(record))
+        return records
+
+
+def _verified(txn: Transaction, block: BlockId, where: str) -> memoryview:
+    payload = txn.get("blocks", block)
+    if payload is None:
+        raise IntegrityError(f"{where}: block {block.hex()} is missing from the store", block=block.hex(), where=where)
+    if block_id(payload) != block:
+        raise IntegrityError(
+            f"{where}: block {block.hex()} is damaged: its bytes do not match its id", block=block.hex(), where=where
+        )
+    return payload

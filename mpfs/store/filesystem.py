@@ -1,0 +1,66 @@
+"""What lies under a repository: the kind of file system and its free space."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from mpfs.errors import NoSpaceError, NotARepositoryError
+
+_NETWORK_TYPES = re.compile(
+    r"(nfs\d*|cifs|smb\d*|smbfs|9p|afs|ceph|lustre|gpfs|glusterfs|beegfs|orangefs|ncpfs"
+    r"|fuse\.(sshfs|s3fs|gcsfuse|rclone|glusterfs|ceph|juicefs|goofys|davfs2?))"
+)
+
+_RESERVE = 16 << 20
+"""Bytes that must stay free, for LMDB's own pages and the file system's book-keeping."""
+
+
+def file_system_type(path: Path) -> str:
+    """The type of the file system that holds `path` (such as "ext4"), or "" where that cannot be told."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+            lines = mounts.readlines()
+    except OSError:
+        return ""
+    target = os.path.realpath(path)
+    best, kind = "", ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount_point = left.split()[4].encode().decode("unicode_escape")
+        inside = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
+        if inside and len(mount_point) >= len(best):
+            best, kind = mount_point, right.split()[0]
+    return kind
+
+
+def refuse_network_file_system(path: Path) -> None:
+    """LMDB's locks and shared map are unsafe on network file systems.
+
+    Raises:
+        NotARepositoryError: `path` lies on one.
+    """
+    kind = file_system_type(path)
+    if _NETWORK_TYPES.fullmatch(kind):
+        raise NotARepositoryError(
+            f"{path}: lies on a network file system ({kind}), where LMDB can lose data; use a local disk, or allow it "
+            "at your own risk with --allow-network-file-system",
+            file_system=kind,
+        )
+
+
+def require_free_space(path: Path, needed: int, what: str) -> None:
+    """Check before work starts that `needed` bytes fit on the disk that holds `path`.
+
+    Raises:
+        NoSpaceError: they do not.
+    """
+    free = shutil.disk_usage(path).free
+    if needed + _RESERVE > free:
+        raise NoSpaceError(
+            f"{path}: {what} needs up to {needed + _RESERVE:,} bytes, {free:,} are free",
+            needed=needed + _RESERVE,
+            free=free,
+        )

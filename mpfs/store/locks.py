@@ -1,0 +1,49 @@
+"""The repository lock: shared for writers, exclusive for whoever removes things.
+
+It is an flock(2) on a file: the kernel drops it with the process, so a crash leaves no lock behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpfs.errors import LockedError
+
+_POLL_SECONDS = 0.05
+
+
+@contextmanager
+def repository_lock(path: Path, *, exclusive: bool, timeout: float = 10.0) -> Iterator[None]:
+    """Hold the lock on the file `path` for the length of the block.
+
+    Raises:
+        LockedError: others held it for all of `timeout` seconds.
+    """
+    # Every holder opens the file anew: flock belongs to the open file, so threads exclude each other as well.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _acquire(fd, path, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, timeout)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _acquire(fd: int, path: Path, mode: int, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(fd, mode | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                wanted = "exclusively" if mode == fcntl.LOCK_EX else "for writing"
+                holder = "writers" if mode == fcntl.LOCK_EX else "a garbage collection"
+                raise LockedError(
+                    f"{path.parent}: could not be locked {wanted} within {timeout:g} s: {holder} at work; try again later"
+                ) from None
+            time.sleep(_POLL_SECONDS)

@@ -1,0 +1,86 @@
+"""Objects: tensors, snapshots, commits, plans and runs, stored under the SHA-256 of their canonical encoding."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from mpfs.errors import IntegrityError, NotFoundError
+from mpfs.objects import Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
+from mpfs.store.environment import Environment, Transaction
+
+
+class StoredObject(Protocol):
+    """What can be stored: anything with a canonical encoding."""
+
+    def encode(self) -> bytes:
+        """The canonical bytes."""
+
+
+_T = TypeVar("_T", Commit, Plan, Run, Snapshot, Tensor)
+
+DATABASE_OF: dict[type, str] = {
+    Tensor: "tensors",
+    Snapshot: "snapshots",
+    Commit: "commits",
+    Plan: "plans",
+    Run: "runs",
+}
+
+
+def put_object(txn: Transaction, item: StoredObject) -> ObjectId:
+    """Store an object; its id."""
+    data = item.encode()
+    identity = object_id(data)
+    txn.put(DATABASE_OF[type(item)], bytes.fromhex(identity), data)
+    return identity
+
+
+class ObjectReader:
+    """Reads objects by id and verifies each against its id."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    def get(self, kind: type[_T], identity: ObjectId) -> _T:
+        """The object of this kind with this id.
+
+        Raises:
+            NotFoundError: there is none.
+            IntegrityError: its bytes are not what its id says.
+        """
+        name = kind.__name__.lower()
+        with self._environment.read() as txn:
+            view = txn.get(DATABASE_OF[kind], bytes.fromhex(identity))
+            data = None if view is None else bytes(view)
+        if data is None:
+            raise NotFoundError(f"no {name} {identity}", id=identity)
+        return decode_object(kind, identity, data)
+
+    def ids(self, kind: type, prefix: str = "") -> list[ObjectId]:
+        """The ids of all objects of a kind that start with the hex digits `prefix`."""
+        even = prefix[: len(prefix) // 2 * 2]
+        with self._environment.read() as txn:
+            found = [key.hex() for key, _ in txn.scan(DATABASE_OF[kind], bytes.fromhex(even), values=False)]
+        return [identity for identity in found if identity.startswith(prefix)]
+
+    def run_of(self, commit: ObjectId) -> Run | None:
+        """The record of the run that made a commit, if one did."""
+        with self._environment.read() as txn:
+            identity = txn.get("run_index", bytes.fromhex(commit))
+            key = None if identity is None else bytes(identity).hex()
+        return None if key is None else self.get(Run, key)
+
+
+def decode_object(kind: type[_T], identity: ObjectId, data: bytes) -> _T:
+    """Decode and verify.
+
+    Raises:
+        IntegrityError: the bytes are not what the id says, or not an object of this kind.
+    """
+    name = kind.__name__.lower()
+    if object_id(data) != identity:
+        raise IntegrityError(f"{name} {identity} is damaged: its bytes do not match its id", id=identity)
+    try:
+        return kind.decode(data)
+    except ValueError as error:
+        raise IntegrityError(f"{name} {identity} is malformed: {error}", id=identity) from error

@@ -1,0 +1,181 @@
+"""Refs: branches and tags, moved by compare-and-set, and the log of every move."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from mpfs.errors import NotFoundError, RefConflictError, UsageError
+from mpfs.objects import ObjectId
+from mpfs.objects.encoding import decode, encode
+from mpfs.store.environment import Environment, Transaction
+
+RefKind: TypeAlias = Literal["branch", "tag"]
+
+_KINDS: dict[RefKind, bytes] = {"branch": b"b", "tag": b"t"}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
+_MAX_LENGTH = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A name for a commit."""
+
+    name: str
+    kind: RefKind
+    commit: ObjectId
+
+
+@dataclass(frozen=True, slots=True)
+class ReflogEntry:
+    """One move of a ref: `old` is None when it was made, `new` when it was removed. `time`: seconds since 1970, UTC."""
+
+    name: str
+    sequence: int
+    old: ObjectId | None
+    new: ObjectId | None
+    time: int
+    author: str
+    reason: str
+
+
+def check_ref_name(name: str) -> str:
+    """Return `name` if a ref may be called that.
+
+    Raises:
+        UsageError: it may not.
+    """
+    if not _NAME.fullmatch(name) or ".." in name or name.endswith(".") or len(name) > _MAX_LENGTH:
+        raise UsageError(
+            f"{name!r} cannot be a ref's name: use letters, digits, '.', '_', '-' and '/' between parts "
+            f"(each part starts with a letter, a digit or '_'), at most {_MAX_LENGTH} characters"
+        )
+    if re.fullmatch(r"[0-9a-f]{64}", name):
+        raise UsageError(f"{name!r} cannot be a ref's name: it reads as a commit id")
+    return name
+
+
+def get_ref(txn: Transaction, name: str) -> Ref | None:
+    """The ref called `name`, if there is one."""
+    value = txn.get("refs", name.encode())
+    return None if value is None else _decode(name, bytes(value))
+
+
+def set_ref(
+    txn: Transaction,
+    name: str,
+    commit: ObjectId | None,
+    *,
+    expected: ObjectId | None,
+    kind: RefKind,
+    time: int,
+    author: str,
+    reason: str,
+) -> None:
+    """Move a ref from `expected` to `commit` (None: it does not exist) and log it.
+
+    Raises:
+        RefConflictError: it is not at `expected`, is of another kind, or its name collides with another ref's.
+    """
+    key = check_ref_name(name).encode()
+    current = get_ref(txn, name)
+    found = None if current is None else current.commit
+    if found != expected:
+        was = "it does not exist" if found is None else f"it is at {found[:12]}"
+        wanted = "not to exist" if expected is None else f"at {expected[:12]}"
+        raise RefConflictError(
+            f"ref {name} has moved: {was}, expected {wanted}; nothing was changed",
+            ref=name,
+            found=found,
+            expected=expected,
+        )
+    if current is not None and current.kind != kind:
+        raise RefConflictError(f"{name} is a {current.kind}, not a {kind}", ref=name)
+    if commit is None:
+        txn.delete("refs", key)
+    else:
+        if current is None:
+            _refuse_nesting(txn, name)
+        txn.put("refs", key, _KINDS[kind] + bytes.fromhex(commit))
+    _append_log(txn, name, ReflogEntry(name, 0, expected, commit, time, author, reason))
+
+
+def _refuse_nesting(txn: Transaction, name: str) -> None:
+    # Refs are directories of the file system views: `a` and `a/b` cannot both be.
+    parts = name.split("/")
+    for depth in range(1, len(parts)):
+        outer = "/".join(parts[:depth])
+        if txn.get("refs", outer.encode()) is not None:
+            raise RefConflictError(f"ref {name} cannot be: there is a ref {outer}", ref=name)
+    for inner, _ in txn.scan("refs", f"{name}/".encode()):
+        raise RefConflictError(f"ref {name} cannot be: there is a ref {inner.decode()}", ref=name)
+
+
+def _append_log(txn: Transaction, name: str, entry: ReflogEntry) -> None:
+    prefix = name.encode() + b"\0"
+    last = txn.last("reflog", prefix)
+    sequence = 0 if last is None else int.from_bytes(last[0][len(prefix) :], "big") + 1
+    value = {
+        "kind": "reflog",
+        "old": entry.old,
+        "new": entry.new,
+        "time": entry.time,
+        "author": entry.author,
+        "reason": entry.reason,
+    }
+    txn.put("reflog", prefix + sequence.to_bytes(8, "big"), encode(value))
+
+
+class RefReader:
+    """Reads refs and their log."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    def find(self, name: str) -> Ref | None:
+        """The ref called `name`, if there is one."""
+        with self._environment.read() as txn:
+            return get_ref(txn, name)
+
+    def get(self, name: str) -> Ref:
+        """The ref called `name`.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        ref = self.find(name)
+        if ref is None:
+            raise NotFoundError(f"no ref {name}", ref=name)
+        return ref
+
+    def all(self) -> list[Ref]:
+        """Every ref, by name."""
+        with self._environment.read() as txn:
+            return [_decode(key.decode(), bytes(value)) for key, value in txn.scan("refs")]
+
+    def log(self, name: str | None = None) -> list[ReflogEntry]:
+        """Every logged move of one ref, or of all, oldest first."""
+        with self._environment.read() as txn:
+            return list(_scan_log(txn, b"" if name is None else name.encode() + b"\0"))
+
+
+def _scan_log(txn: Transaction, prefix: bytes) -> Iterator[ReflogEntry]:
+    for key, data in txn.scan("reflog", prefix):
+        name, _, sequence = key.partition(b"\0")
+        value = decode(bytes(data), "reflog")
+        yield ReflogEntry(
+            name.decode(),
+            int.from_bytes(sequence, "big"),
+            value["old"],
+            value["new"],
+            value["time"],
+            value["author"],
+            value["reason"],
+        )
+
+
+def _decode(name: str, value: bytes) -> Ref:
+    kinds = {code: kind for kind, code in _KINDS.items()}
+    return Ref(name, kinds[value[:1]], value[1:].hex())

@@ -1,0 +1,220 @@
+"""Writing: blocks in bounded batches, then everything that makes a commit in one last transaction.
+
+A block, its info and its statistics go in together. Batches are committed (and synced) by a thread of their own, so
+that hashing and computing go on meanwhile; at most two batches are in memory at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from mpfs.errors import IntegrityError
+from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
+from mpfs.store.blocks import RAW, BlockInfo, payload_offset, stats_key
+from mpfs.store.environment import Environment, Transaction
+from mpfs.store.objects import put_object
+from mpfs.store.refs import RefKind, set_ref
+
+BATCH_BYTES = 64 << 20
+"""Payload bytes of one write transaction: its pages are held in memory until they are synced."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBlock:
+    """A block to be stored: its id, raw bytes, and the statistics of one place where it occurs."""
+
+    block: BlockId
+    data: bytes
+    dtype: str
+    first_element: int
+    stats: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RefMove:
+    """A ref to be moved with a publication, from `expected` (None: it must not exist)."""
+
+    name: str
+    expected: ObjectId | None
+    kind: RefKind
+    reason: str
+
+
+@dataclass(slots=True)
+class WriteFigures:
+    """What a writer has done so far. Bytes are payload bytes."""
+
+    new_blocks: int = 0
+    deduplicated_blocks: int = 0
+    bytes_written: int = 0
+
+
+@dataclass
+class _Batch:
+    blocks: list[StagedBlock] = field(default_factory=list)
+    reuse: list[tuple[bytes, bytes]] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class Writer:
+    """Stages blocks and publishes commits. The caller holds the repository lock, shared, for as long as it lives.
+
+    Leaving the `with` block without `publish` drops nothing that others see: blocks already staged stay in the store,
+    unreferenced, for the next import to find or for gc to collect.
+    """
+
+    def __init__(self, environment: Environment, batch_bytes: int = BATCH_BYTES) -> None:
+        self._environment = environment
+        self._batch_bytes = batch_bytes
+        self._pending = _Batch()
+        self._lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="mpfs-writer")
+        self._in_flight: Future[None] | None = None
+        self._unplaced: list[BlockId] = []
+        self.figures = WriteFigures()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def put_block(self, staged: StagedBlock) -> None:
+        """Stage a block. Durable after the next `flush` or `publish`.
+
+        Raises:
+            IntegrityError: an other block with the same id is in the store.
+            NoSpaceError: there was no room for an earlier batch.
+        """
+        with self._lock:
+            self._pending.blocks.append(staged)
+            self._pending.nbytes += len(staged.data)
+            full = self._pending.nbytes >= self._batch_bytes
+        if full:
+            self._submit()
+
+    def put_reuse(self, key: bytes, value: bytes) -> None:
+        """Remember a result under the digest of its inputs, in the same transaction as the blocks staged with it."""
+        with self._lock:
+            self._pending.reuse.append((key, value))
+
+    def flush(self) -> None:
+        """Make everything staged so far durable."""
+        self._submit()
+        self._wait()
+
+    def publish(
+        self,
+        *,
+        tensors: Iterable[Tensor],
+        snapshot: Snapshot,
+        commit: Commit,
+        move: RefMove,
+        plan: Plan | None = None,
+        run: Callable[[ObjectId], Run] | None = None,
+    ) -> ObjectId:
+        """Store the objects of a commit and move a ref to it, all at once; the commit's id.
+
+        `run` makes the run's record from the commit's id.
+
+        Raises:
+            RefConflictError: the ref is not where it was expected; nothing is published.
+            NoSpaceError: there was no room; nothing is published.
+        """
+        self.flush()
+        objects = [tensor.encode() for tensor in tensors]
+        with self._environment.write(needed=sum(map(len, objects)) + (1 << 20)) as txn:
+            self._place(txn)
+            for tensor in tensors:
+                put_object(txn, tensor)
+            put_object(txn, snapshot)
+            if plan is not None:
+                put_object(txn, plan)
+            identity = put_object(txn, commit)
+            if run is not None:
+                record = put_object(txn, run(identity))
+                txn.put("run_index", bytes.fromhex(identity), bytes.fromhex(record))
+            set_ref(
+                txn,
+                move.name,
+                identity,
+                expected=move.expected,
+                kind=move.kind,
+                time=commit.time,
+                author=commit.author,
+                reason=move.reason,
+            )
+        return identity
+
+    def _submit(self) -> None:
+        self._wait()
+        with self._lock:
+            batch, self._pending = self._pending, _Batch()
+        if batch.blocks or batch.reuse:
+            self._in_flight = self._executor.submit(self._write, batch)
+
+    def _wait(self) -> None:
+        if self._in_flight is not None:
+            future, self._in_flight = self._in_flight, None
+            future.result()
+
+    def _write(self, batch: _Batch) -> None:
+        figures = WriteFigures()
+        placed: list[BlockId] = []
+        with self._environment.write(needed=batch.nbytes) as txn:
+            self._place(txn)
+            for staged in batch.blocks:
+                if _put_block(txn, staged):
+                    figures.new_blocks += 1
+                    figures.bytes_written += len(staged.data)
+                    placed.append(staged.block)
+                else:
+                    figures.deduplicated_blocks += 1
+            for key, value in batch.reuse:
+                txn.put("reuse", key, value)
+        self._unplaced = placed
+        self.figures.new_blocks += figures.new_blocks
+        self.figures.deduplicated_blocks += figures.deduplicated_blocks
+        self.figures.bytes_written += figures.bytes_written
+
+    def _place(self, txn: Transaction) -> None:
+        """Note where the previous batch's payloads lie in the file, which is known only once they are committed."""
+        unplaced, self._unplaced = self._unplaced, []
+        record_offsets(self._environment, txn, unplaced)
+
+
+def record_offsets(environment: Environment, txn: Transaction, blocks: Sequence[BlockId]) -> None:
+    """Write the offset hints of blocks that an earlier transaction has committed."""
+    for block in blocks:
+        payload, record = txn.get("blocks", block), txn.get("block_info", block)
+        if payload is None or record is None:
+            continue
+        info = BlockInfo.unpack(record)
+        offset = payload_offset(environment, payload)
+        if offset != info.offset:
+            txn.put("block_info", block, BlockInfo(info.codec, info.raw_size, info.stored_size, offset).pack())
+
+
+def _put_block(txn: Transaction, staged: StagedBlock) -> bool:
+    """Insert a block unless it is there; whether it was new."""
+    existing = txn.get("blocks", staged.block)
+    new = existing is None
+    if existing is None:
+        size = len(staged.data)
+        txn.put("blocks", staged.block, staged.data)
+        txn.put("block_info", staged.block, BlockInfo(RAW, size, size, None).pack())
+    elif bytes(existing) != staged.data:
+        # XXH3 is fast, not collision resistant: an id alone never makes two blocks the same.
+        raise IntegrityError(
+            f"block {staged.block.hex()}: other bytes are stored under this id (a damaged block, or a hash collision); "
+            "run 'mpfs fsck --read-data'",
+            block=staged.block.hex(),
+        )
+    txn.put("stats", stats_key(staged.block, staged.dtype, staged.first_element), staged.stats)
+    return new
