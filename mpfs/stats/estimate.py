@@ -1,0 +1,159 @@
+"""Sizes and angles of deltas, estimated from records without reading a block.
+
+A sketch is linear: the difference of two blocks' sketches is the sketch of their difference, up to the rounding of
+each to float32 (so a delta below about 1e-7 of the weights' norm cannot be seen, while that of equal blocks is exactly
+0). Dot products of sketches estimate dot products of blocks without bias. The variance of an estimate of ⟨x, y⟩ is about
+(‖x‖²‖y‖² + ⟨x, y⟩²) / 64: count sketch (Charikar, Chen, Farach-Colton 2002), AMS (Alon, Matias, Szegedy 1996),
+feature hashing (Weinberger et al. 2009).
+
+All arithmetic is float64, elementwise and in a fixed order, never BLAS: a plan is made from these numbers, and its id
+must not depend on the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpfs.stats.record import RECORD, SATURATED, SKETCH_WIDTH, Records, require_records, saturate
+
+_BATCH: Final = 512  # columns at a time: the products of one pair then fit into the cache
+
+
+def delta_gram(base: Records, experts: Records) -> NDArray[np.float64]:
+    """Estimated Gram matrices of the experts' deltas, one for each block column.
+
+    Args:
+        base: records of the base's blocks, shape (C,).
+        experts: records of the experts' blocks, shape (E, C); E may be 0.
+
+    Returns:
+        G of shape (C, E, E), exactly symmetric and positive semidefinite up to rounding: G[c, i, j] estimates
+        ⟨expert_i - base, expert_j - base⟩ over column c. 0 where records hold counts only.
+
+    Raises:
+        ValueError: not records, or shapes that do not fit.
+    """
+    require_records("base", base, 1)
+    require_records("experts", experts, 2)
+    count, columns = experts.shape
+    if base.shape != (columns,):
+        raise ValueError(f"{columns} columns of experts do not fit {base.size} columns of the base")
+    gram = np.empty((columns, count, count), dtype=np.float64)
+    for start in range(0, columns, _BATCH):
+        batch = slice(start, start + _BATCH)
+        origin = _sketches(base[batch])
+        deltas = [_sketches(experts[i, batch]) - origin for i in range(count)]
+        for i in range(count):
+            for j in range(i, count):
+                gram[batch, i, j] = gram[batch, j, i] = _tree_sum(deltas[i] * deltas[j])
+    return gram
+
+
+def combine(records: Records) -> Records:
+    """The records of runs of k blocks each.
+
+    Args:
+        records: shape (C, k), the blocks of a run in order.
+
+    Returns:
+        Shape (C,): counts, sums and sketches added in order, maxima taken, flags united. Sketches are added in float64
+        and rounded once. k = 0 gives records of nothing.
+
+    Raises:
+        ValueError: not records of two dimensions.
+    """
+    require_records("records", records, 2)
+    columns, blocks = records.shape
+    combined = np.zeros(columns, dtype=RECORD)
+    for name in ("count", "nonfinite", "zeros"):
+        combined[name] = records[name].sum(axis=1, dtype=np.uint64)
+    combined["max_abs"] = records["max_abs"].max(axis=1, initial=0.0)
+    combined["flags"] = np.bitwise_or.reduce(records["flags"], axis=1)
+    for name, dtype in (("sum", np.float64), ("sum_squares", np.float64), ("sketch", np.float32)):
+        total = np.zeros(combined[name].shape, dtype=np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for i in range(blocks):
+                total += records[name][:, i]
+        combined[name], _ = saturate(total, dtype)
+        over = ~(np.abs(total) <= np.finfo(dtype).max)
+        combined["flags"][over.any(axis=1) if over.ndim > 1 else over] |= np.uint64(SATURATED)
+    return combined
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSummary:
+    """How two tensors differ, column by column; every array is float64 of shape (C,)."""
+
+    delta_squared: NDArray[np.float64]
+    """‖b - a‖², estimated; exactly 0 for equal blocks."""
+    a_squared: NDArray[np.float64]
+    """‖a‖², exact."""
+    b_squared: NDArray[np.float64]
+    """‖b‖², exact."""
+
+    def relative_l2(self) -> float | None:
+        """‖b - a‖ / ‖a‖ over all columns; None if a is all zero and b is not."""
+        delta, a = _total(self.delta_squared), _total(self.a_squared)
+        if a == 0.0:
+            return 0.0 if _total(self.b_squared) == 0.0 else None
+        return float(np.sqrt(delta / a))
+
+    def cosine(self) -> float | None:
+        """The cosine of a and b over all columns, from ⟨a, b⟩ = (‖a‖² + ‖b‖² - ‖b - a‖²) / 2, which for a small delta
+        is far closer than the dot product of the two sketches; None if a or b is all zero."""
+        a, b = _total(self.a_squared), _total(self.b_squared)
+        if a == 0.0 or b == 0.0:
+            return None
+        dot = (a + b - _total(self.delta_squared)) / 2.0
+        return float(np.clip(dot / (np.sqrt(a) * np.sqrt(b)), -1.0, 1.0))
+
+
+def delta_summary(a: Records, b: Records) -> DeltaSummary:
+    """Compare two tensors of equal shape by their blocks' records.
+
+    Args:
+        a: records of the first tensor's blocks, shape (C,).
+        b: records of the second's, shape (C,).
+
+    Returns:
+        Estimates and exact norms for each column, over finite elements; a relative error of about sqrt(2/64) in each
+        column's `delta_squared`, and less over many columns, as the errors are independent.
+
+    Raises:
+        ValueError: not records, or shapes that do not fit.
+    """
+    require_records("a", a, 1)
+    require_records("b", b, 1)
+    if a.shape != b.shape:
+        raise ValueError(f"{a.size} and {b.size} blocks do not line up")
+    squared = np.empty(a.shape, dtype=np.float64)
+    for start in range(0, a.size, _BATCH):
+        batch = slice(start, start + _BATCH)
+        delta = _sketches(b[batch]) - _sketches(a[batch])
+        squared[batch] = _tree_sum(delta * delta)
+    return DeltaSummary(squared, a["sum_squares"].astype(np.float64), b["sum_squares"].astype(np.float64))
+
+
+def _sketches(records: Records) -> NDArray[np.float64]:
+    """Shape (C,) → (64, C), contiguous: sums over buckets then run along columns."""
+    return np.ascontiguousarray(records["sketch"].T, dtype=np.float64)
+
+
+def _tree_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum over the first axis, of length 64, by halves: an order that no library version or machine changes."""
+    width = SKETCH_WIDTH
+    while width > 1:
+        width //= 2
+        terms = terms[:width] + terms[width:]
+    return np.asarray(terms[0])
+
+
+def _total(values: NDArray[np.float64]) -> float:
+    total = 0.0
+    for value in values.tolist():
+        total += value
+    return total
