@@ -12,6 +12,7 @@ BENCH_ARGS  ?=
 
 VENV    := .venv
 BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 STAMP   := $(VENV)/.installed
 TREES   := $(wildcard mpfs cli tests benchmarks demo)
 
@@ -30,9 +31,10 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "MPFS needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@rm -f $@
+	@echo "Installing MPFS and its tools into $(VENV); this is done once and takes a minute or two."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(PIP) install '$(TORCH)'
+	$(PIP) install -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP) ## Import a family of models, merge under a budget, diff and check out
