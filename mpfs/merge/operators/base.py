@@ -96,6 +96,13 @@ class Operator(ABC):
     needs_base: ClassVar[bool] = True
     interaction: ClassVar[Literal["additive", "column"]] = "additive"
 
+    def validate(self, parameters: Parameters) -> list[str]:
+        """What is wrong with these values, a sentence each; empty if nothing is.
+
+        Called before work starts, so that all mistakes of a recipe can be told together.
+        """
+        return []
+
     def prepare(
         self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
     ) -> Prepared:

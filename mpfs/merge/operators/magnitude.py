@@ -1,0 +1,251 @@
+"""Finding the k largest magnitudes of a tensor that is never held whole.
+
+The bit pattern of a float without its sign orders magnitudes: |x| < |y| iff pattern(x) < pattern(y). So the k-th
+largest is found by counting patterns, 15 or 16 bits a pass, from the top: one pass for 16-bit types, two for float32,
+four for float64, with 65,536 counters at most. Among equal magnitudes the lowest indices are kept, which is what a
+stable descending sort keeps; where only some of those at the threshold are, one more pass finds the index to stop at.
+
+Infinities order above all numbers, and NaN above those, as torch sorts them.
+
+Under a budget some elements are unknown. They are taken to be normally distributed around zero with the RMS that the
+plan states, and the magnitude is sought that the read elements (exactly) and the unread ones (in expectation) exceed
+k times together.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpfs.merge.operators.base import LeftOut
+
+Patterns: TypeAlias = NDArray[np.signedinteger[Any]]
+"""Magnitude patterns: non-negative int16, int32 or int64."""
+
+PatternSource: TypeAlias = Callable[[Set[int]], Iterator[tuple[int, Sequence[Patterns | None]]]]
+"""Streams a tensor: given the experts that are wanted, yields each column's first element and, an entry for each
+expert, its patterns (None where it is not wanted or not read)."""
+
+
+@dataclass(frozen=True)
+class FloatLayout:
+    """How a float type's magnitude is laid out: its width without the sign, and the pattern of infinity."""
+
+    integer: torch.dtype
+    bits: int
+    infinity: int
+
+    @property
+    def nan(self) -> int:
+        """The one pattern that stands for every NaN; the largest there is."""
+        return self.infinity + 1
+
+    @property
+    def levels(self) -> tuple[tuple[int, int], ...]:
+        """The passes of a search, as (shift, bits): which bits of the pattern each one resolves."""
+        shifts = range(self.bits - 15, -1, -16)
+        return tuple((shift, 15 if shift == self.bits - 15 else 16) for shift in shifts)
+
+
+LAYOUTS: dict[torch.dtype, FloatLayout] = {
+    torch.float16: FloatLayout(torch.int16, 15, 0x7C00),
+    torch.bfloat16: FloatLayout(torch.int16, 15, 0x7F80),
+    torch.float32: FloatLayout(torch.int32, 31, 0x7F800000),
+    torch.float64: FloatLayout(torch.int64, 63, 0x7FF0000000000000),
+}
+
+
+def patterns(delta: torch.Tensor) -> torch.Tensor:
+    """The magnitude patterns of a float tensor: its shape, and an integer dtype of its width."""
+    layout = LAYOUTS[delta.dtype]
+    return torch.bitwise_and(delta.view(layout.integer), 2**layout.bits - 1).clamp_(max=layout.nan)
+
+
+def magnitude(pattern: int, dtype: torch.dtype) -> float:
+    """The magnitude that a pattern stands for; inf or NaN for the two above the numbers."""
+    if dtype == torch.bfloat16:
+        return float(struct.unpack("<f", struct.pack("<I", pattern << 16))[0])
+    code, integer = {torch.float16: ("<e", "<H"), torch.float32: ("<f", "<I"), torch.float64: ("<d", "<Q")}[dtype]
+    return float(struct.unpack(code, struct.pack(integer, pattern))[0])
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Which elements are kept: pattern above `pattern`, or equal to it and index below `cutoff`."""
+
+    pattern: int
+    cutoff: int
+
+
+def keep_everything(numel: int) -> Threshold:
+    """The threshold that every element of a tensor of `numel` passes."""
+    return Threshold(0, numel)
+
+
+def keep_nothing(dtype: torch.dtype) -> Threshold:
+    """The threshold that no element passes."""
+    return Threshold(LAYOUTS[dtype].nan, 0)
+
+
+def kept(pattern: torch.Tensor, threshold: Threshold, start: int) -> torch.Tensor:
+    """Which of a column's elements pass: bool, of the shape of its patterns (1-D); `start` is the first one's index."""
+    mask = pattern > threshold.pattern
+    below_cutoff = min(max(threshold.cutoff - start, 0), pattern.numel())
+    mask[:below_cutoff] |= pattern[:below_cutoff] == threshold.pattern
+    return mask
+
+
+def keep_count(density: float, numel: int) -> int:
+    """How many of `numel` elements a density keeps: rounded down, but at least one unless the density is ≤ 0."""
+    if density <= 0:
+        return 0
+    return min(max(int(density * numel), 1), numel)
+
+
+def count(values: Patterns, shift: int, bits: int, prefix: int) -> NDArray[np.int64]:
+    """How many patterns have each value of the `bits` bits above `shift`; shape (2^bits,).
+
+    Only those patterns count whose bits above these equal `prefix`.
+    """
+    digits = values >> shift
+    if prefix or int(digits.max(initial=0)) >> bits:
+        digits = digits[digits >> bits == prefix] & (2**bits - 1)
+    return np.bincount(digits, minlength=2**bits).astype(np.int64, copy=False)
+
+
+def expected_at_least(pattern: int, dtype: torch.dtype, left_out: Sequence[LeftOut]) -> float:
+    """How many of the unread elements may be expected to have this pattern or a larger one.
+
+    An element rounds to the pattern or above when it passes the midpoint between the magnitudes below and at it.
+    """
+    if pattern == 0:
+        return float(sum(run.numel for run in left_out))
+    edge = (magnitude(pattern - 1, dtype) + magnitude(pattern, dtype)) / 2
+    if not math.isfinite(edge):
+        return 0.0
+    return math.fsum(run.numel * math.erfc(edge / (run.rms * math.sqrt(2))) for run in left_out if run.rms > 0)
+
+
+@dataclass
+class _Search:
+    """The state of one expert's search between passes.
+
+    The threshold's bits above the current level are `prefix`; `above` read elements have larger ones. After the last
+    level `prefix` is the threshold, and `at` read elements equal it.
+    """
+
+    dtype: torch.dtype
+    keep: int
+    left_out: Sequence[LeftOut]
+    prefix: int = 0
+    above: int = 0
+    at: int = 0
+
+    def descend(self, histogram: NDArray[np.int64], shift: int, bits: int) -> None:
+        """Resolve the next `bits` bits of the threshold from the counts of one pass."""
+        # at_least[b]: read elements at or above digit b; one entry more, for none.
+        at_least = np.zeros(len(histogram) + 1, dtype=np.int64)
+        at_least[:-1] = np.cumsum(histogram[::-1])[::-1]
+        low, high = 0, len(histogram)
+        while high - low > 1:
+            middle = (low + high) // 2
+            edge = (self.prefix << bits | middle) << shift
+            if self.above + int(at_least[middle]) + self._expected(edge) >= self.keep:
+                low = middle
+            else:
+                high = middle
+        self.prefix = self.prefix << bits | low
+        self.above += int(at_least[low + 1])
+        self.at = int(histogram[low])
+
+    def ties_kept(self) -> int:
+        """How many of the read elements at the threshold are kept; unread ones there take their share."""
+        beyond = self._expected(self.prefix + 1)
+        level = self._expected(self.prefix) - beyond
+        wanted = self.keep - self.above - beyond
+        if level > 0:
+            wanted = round(wanted * self.at / (self.at + level))
+        return int(min(max(wanted, 0), self.at))
+
+    def _expected(self, pattern: int) -> float | int:
+        # Exact integers when everything is read.
+        if not self.left_out:
+            return 0
+        return expected_at_least(min(pattern, LAYOUTS[self.dtype].nan), self.dtype, self.left_out)
+
+
+def find_thresholds(
+    dtype: torch.dtype,
+    numel: int,
+    keep: Sequence[int],
+    left_out: Sequence[Sequence[LeftOut]],
+    source: PatternSource,
+) -> list[Threshold]:
+    """For each expert the threshold that keeps its `keep[i]` largest magnitudes.
+
+    Args:
+        dtype: the dtype of the deltas.
+        numel: elements in the whole tensor, read or not.
+        keep: for each expert how many of those to keep; if that is more than what was read, everything read is kept.
+        left_out: for each expert the runs that are not read; where there are none the result is exact.
+        source: streams the patterns; called once a pass, and not at all when every expert keeps all or nothing.
+    """
+    found: dict[int, Threshold] = {}
+    searches: dict[int, _Search] = {}
+    for i, (k, runs) in enumerate(zip(keep, left_out, strict=True)):
+        if k >= numel:
+            found[i] = keep_everything(numel)
+        elif k <= 0:
+            found[i] = keep_nothing(dtype)
+        else:
+            searches[i] = _Search(dtype, k, [run for run in runs if run.numel])
+    if searches:
+        for shift, bits in LAYOUTS[dtype].levels:
+            histograms = {i: np.zeros(2**bits, dtype=np.int64) for i in searches}
+            for _, values in source(searches.keys()):
+                for i, search in searches.items():
+                    column = values[i]
+                    if column is not None:
+                        histograms[i] += count(column, shift, bits, search.prefix)
+            for i, search in searches.items():
+                search.descend(histograms[i], shift, bits)
+    ties: dict[int, int] = {}
+    for i, search in searches.items():
+        if search.prefix == 0:
+            # Every element that is not zero is kept, so which zeros are does not matter.
+            found[i] = keep_everything(numel)
+            continue
+        wanted = search.ties_kept()
+        found[i] = Threshold(search.prefix, numel if wanted == search.at else 0)
+        if 0 < wanted < search.at:
+            ties[i] = wanted
+    if ties:
+        cutoffs = tie_cutoffs({i: (found[i].pattern, wanted) for i, wanted in ties.items()}, source)
+        found.update((i, Threshold(found[i].pattern, cutoff)) for i, cutoff in cutoffs.items())
+    return [found[i] for i in range(len(keep))]
+
+
+def tie_cutoffs(wanted: dict[int, tuple[int, int]], source: PatternSource) -> dict[int, int]:
+    """For each expert, given a pattern and how many elements that have it to keep: the index after the last of them."""
+    remaining = {i: number for i, (_, number) in wanted.items()}
+    cutoffs: dict[int, int] = {}
+    for start, values in source(wanted.keys()):
+        for i in list(remaining):
+            column = values[i]
+            if column is None:
+                continue
+            places = np.flatnonzero(column == wanted[i][0])
+            if len(places) >= remaining[i]:
+                cutoffs[i] = start + int(places[remaining.pop(i) - 1]) + 1
+            else:
+                remaining[i] -= len(places)
+        if not remaining:
+            break
+    return cutoffs

@@ -1,0 +1,338 @@
+"""Methods that add a combination of deltas ("task vectors") to the base.
+
+All go the same way, each step rounded to the tensor's dtype: delta = expert - base; sparsify; times the expert's
+weight (itself rounded to the dtype); sum over experts (`sum_experts`), of those entries that agree with the elected
+sign where the method elects one; divide by the sum of their weights if `normalize`; times `lambda`; add to the base.
+At full budget task_arithmetic and ties give mergekit 0.1.5's bits (for ties up to which of equal magnitudes are kept:
+here the lowest indices); the dare methods give its distribution, and its bits for the same mask and norms.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import ClassVar, Literal, cast
+
+import numpy as np
+import torch
+
+from mpfs.merge.operators.arithmetic import accumulator, quotient, rounded, scaled, sum_experts, sum_weights
+from mpfs.merge.operators.base import (
+    Column,
+    LeftOut,
+    Operator,
+    Parameter,
+    Parameters,
+    Prepared,
+    TensorContext,
+)
+from mpfs.merge.operators.consensus import counting
+from mpfs.merge.operators.magnitude import (
+    Patterns,
+    Threshold,
+    find_thresholds,
+    keep_count,
+    kept,
+    magnitude,
+    patterns,
+)
+from mpfs.merge.operators.values import problems, value_of
+from mpfs.merge.random import bernoulli, stream_key
+from mpfs.stats.lanesum import LaneSum
+
+_WEIGHT = Parameter("weight", required=True, per_model=True)
+_DENSITY = Parameter("density", default=1.0, per_model=True)
+_LAMBDA = Parameter("lambda", default=1.0)
+_INT8_MASK = Parameter("int8_mask", default=False)
+
+_SMALL_DIVISOR = 1e-8
+"""A sum of all weights closer to zero than this divides nothing."""
+
+_SMALL_NORM = 1e-7
+"""An L1 norm below this is not matched."""
+
+
+class TaskVectorOperator(Operator):
+    """What the methods of this family share; a method says how it sparsifies and whether it elects signs."""
+
+    elects_sign: ClassVar[bool] = False
+
+    def validate(self, parameters: Parameters) -> list[str]:
+        """Values that are absent, not finite numbers, or a negative density; a density above 1 means 1."""
+        return problems(self.parameters, parameters)
+
+    def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:
+        """Merge one column; 1-D, in the context's dtype.
+
+        Raises:
+            ValueError: the column has no base.
+        """
+        base = _base_of(context, column)
+        weights = [
+            rounded(float(value_of(self.parameters, values, "weight")), context.dtype) for values in parameters.experts
+        ]
+        terms: list[torch.Tensor | None] = []
+        for i, (expert, weight) in enumerate(zip(column.experts, weights, strict=True)):
+            if expert is None:
+                terms.append(None)
+                continue
+            sparse = self.sparsify(context, parameters, prepared, i, column.start, expert - base)
+            terms.append(scaled(sparse, weight))
+        if not terms:
+            return base
+        normalize = bool(value_of(self.parameters, parameters.shared, "normalize"))
+        if self.elects_sign:
+            mixed = _agreeing(context, column.start, terms, weights, base, normalize=normalize)
+        else:
+            mixed = sum_experts(terms, column.start, context.numel, base)
+            if normalize:
+                divisor = sum_weights(weights, context.dtype)
+                mixed = quotient(mixed, mixed.new_tensor(1.0 if abs(divisor) < _SMALL_DIVISOR else divisor))
+        factor = float(value_of(self.parameters, parameters.shared, "lambda"))
+        if factor != 1:
+            mixed = scaled(mixed, factor)
+        return base + mixed
+
+    @abstractmethod
+    def sparsify(
+        self,
+        context: TensorContext,
+        parameters: Parameters,
+        prepared: Prepared,
+        expert: int,
+        start: int,
+        delta: torch.Tensor,
+    ) -> torch.Tensor:
+        """The part of a column of expert number `expert`'s delta that is merged, before its weight; in its dtype."""
+
+    def _densities(self, parameters: Parameters) -> list[float]:
+        return [float(value_of(self.parameters, values, "density")) for values in parameters.experts]
+
+
+def _base_of(context: TensorContext, column: Column) -> torch.Tensor:
+    if column.base is None:
+        raise ValueError(f"{context.name}: the column at {column.start} has no base")
+    return column.base
+
+
+def _agreeing(
+    context: TensorContext,
+    start: int,
+    terms: Sequence[torch.Tensor | None],
+    weights: Sequence[float],
+    like: torch.Tensor,
+    *,
+    normalize: bool,
+) -> torch.Tensor:
+    """The sum of the entries with the elected sign; if `normalize`, over the sum of their weights (1 where that is 0)."""
+    counts = counting(terms, start, context.numel, like)
+    zero = like.new_zeros(())
+    agreeing = [
+        None if term is None or mask is None else torch.where(mask, term, zero)
+        for term, mask in zip(terms, counts, strict=True)
+    ]
+    mixed = sum_experts(agreeing, start, context.numel, like)
+    if not normalize:
+        return mixed
+    shares = [
+        None if mask is None else torch.where(mask, like.new_tensor(weight), zero)
+        for mask, weight in zip(counts, weights, strict=True)
+    ]
+    divisor = sum_experts(shares, start, context.numel, like)
+    return quotient(mixed, torch.where(divisor == 0, like.new_ones(()), divisor))
+
+
+class TaskArithmetic(TaskVectorOperator):
+    """The weighted sum of the deltas.
+
+    Source: Ilharco et al., "Editing models with task arithmetic", arXiv 2212.04089.
+    """
+
+    name: ClassVar[str] = "task_arithmetic"
+    parameters: ClassVar[tuple[Parameter, ...]] = (_WEIGHT, _LAMBDA, Parameter("normalize", default=False), _INT8_MASK)
+
+    def sparsify(
+        self,
+        context: TensorContext,
+        parameters: Parameters,
+        prepared: Prepared,
+        expert: int,
+        start: int,
+        delta: torch.Tensor,
+    ) -> torch.Tensor:
+        """Everything."""
+        return delta
+
+
+class Ties(TaskVectorOperator):
+    """Trim each delta to its largest magnitudes, elect a sign for each element, and average what agrees with it.
+
+    `density` is the share of the whole tensor that is kept: rounded down to a number of elements, at least one unless
+    it is 0 or less. Among equal magnitudes at the threshold the lowest indices are kept. Under a budget the threshold
+    approximates that of the full delta (`magnitude`).
+
+    `prepare` gives, a list entry for each expert: `threshold_bits`, the bit pattern of the threshold magnitude without
+    its sign; `cutoff`, the element index up to which magnitudes equal to it are kept; and `threshold`, the magnitude
+    itself, None if it is not finite. An element is kept iff its pattern is above the threshold's, or equal to it and
+    its index below the cut-off; everything passes (0, numel).
+
+    Source: Yadav et al., "TIES-Merging", arXiv 2306.01708.
+    """
+
+    name: ClassVar[str] = "ties"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        _WEIGHT,
+        _DENSITY,
+        _LAMBDA,
+        Parameter("normalize", default=True),
+        _INT8_MASK,
+    )
+    interaction: ClassVar[Literal["additive", "column"]] = "column"
+    elects_sign: ClassVar[bool] = True
+
+    def prepare(
+        self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
+    ) -> Prepared:
+        """The thresholds: no pass if every density is ≥ 1 or ≤ 0, else one (16-bit), two (float32) or four (float64),
+        and one more if only some elements at a threshold are kept.
+
+        Raises:
+            ValueError: a column has no base.
+        """
+
+        def source(wanted: Set[int]) -> Iterator[tuple[int, Sequence[Patterns | None]]]:
+            for column in columns():
+                base = _base_of(context, column)
+                yield (
+                    column.start,
+                    [
+                        None if expert is None or i not in wanted else patterns(expert - base).cpu().numpy()
+                        for i, expert in enumerate(column.experts)
+                    ],
+                )
+
+        densities = self._densities(parameters)
+        none_left_out: Sequence[Sequence[LeftOut]] = [()] * len(densities)
+        found = find_thresholds(
+            context.dtype,
+            context.numel,
+            [keep_count(density, context.numel) for density in densities],
+            context.left_out or none_left_out,
+            source,
+        )
+        values = [magnitude(t.pattern, context.dtype) for t in found]
+        return {
+            "threshold": [v if np.isfinite(v) else None for v in values],
+            "threshold_bits": [t.pattern for t in found],
+            "cutoff": [t.cutoff for t in found],
+        }
+
+    def sparsify(
+        self,
+        context: TensorContext,
+        parameters: Parameters,
+        prepared: Prepared,
+        expert: int,
+        start: int,
+        delta: torch.Tensor,
+    ) -> torch.Tensor:
+        """The elements that pass the threshold, the others zero."""
+        bits = cast("Sequence[int]", prepared["threshold_bits"])[expert]
+        cutoff = cast("Sequence[int]", prepared["cutoff"])[expert]
+        if bits == 0 and cutoff >= context.numel:
+            return delta
+        return torch.where(kept(patterns(delta), Threshold(bits, cutoff), start), delta, delta.new_zeros(()))
+
+
+class DareLinear(TaskVectorOperator):
+    """Drop elements of each delta at random, scale up what is left, and add the weighted sum.
+
+    Element i of an expert's delta is kept iff the 53 leading bits of its random number (`mpfs.merge.random`, keyed by
+    seed, tensor and expert) lie below density · 2^53. With `rescale` what is kept is scaled so that its L1 norm over
+    the tensor is that of the whole delta (over what is read, under a budget), unless either is below 1e-7: this is
+    mergekit's rule, not the paper's 1/density. A density of 1 or more changes nothing, one of 0 or less drops all.
+
+    `prepare` gives `factor`, the scale of each expert. The norms are summed in float64 (`LaneSum`: columns must start
+    at multiples of 64 elements), then rounded to the work dtype, and so is their quotient; the work dtype is bfloat16
+    for bfloat16, float32 for float16 and float32. The scaled delta is rounded once.
+
+    Source: Yu et al., "Language models are Super Mario", arXiv 2311.03099.
+    """
+
+    name: ClassVar[str] = "dare_linear"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        _WEIGHT,
+        _DENSITY,
+        _LAMBDA,
+        Parameter("normalize", default=False),
+        Parameter("rescale", default=True),
+        _INT8_MASK,
+    )
+
+    def prepare(
+        self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
+    ) -> Prepared:
+        """The scales: one pass, or none if nothing is dropped or `rescale` is off.
+
+        Raises:
+            ValueError: a column has no base, or starts elsewhere than at a multiple of 64.
+        """
+        densities = self._densities(parameters)
+        factors = [1.0] * len(densities)
+        sums = {i: (LaneSum(), LaneSum()) for i, density in enumerate(densities) if 0 < density < 1}
+        if not sums or not value_of(self.parameters, parameters.shared, "rescale"):
+            return {"factor": factors}
+        wide = accumulator(context.dtype)
+        for column in columns():
+            base = _base_of(context, column)
+            for i, (full, masked) in sums.items():
+                expert = column.experts[i]
+                if expert is None:
+                    continue
+                size = (expert - base).abs().to(wide).cpu().numpy()
+                mask = bernoulli(self._key(context, i), column.start, len(size), densities[i])
+                full.add(size, column.start)
+                masked.add(np.where(mask, size, size.dtype.type(0)), column.start)
+        work = torch.bfloat16 if context.dtype == torch.bfloat16 else wide
+        for i, (full, masked) in sums.items():
+            before, after = rounded(full.total(), work), rounded(masked.total(), work)
+            if before >= _SMALL_NORM and after >= _SMALL_NORM:
+                ratio = torch.tensor(before, dtype=work) / torch.tensor(after, dtype=work)
+                if bool(torch.isfinite(ratio)):
+                    factors[i] = float(ratio)
+        return {"factor": factors}
+
+    def sparsify(
+        self,
+        context: TensorContext,
+        parameters: Parameters,
+        prepared: Prepared,
+        expert: int,
+        start: int,
+        delta: torch.Tensor,
+    ) -> torch.Tensor:
+        """The elements that the draw keeps, scaled; the others zero."""
+        density = self._densities(parameters)[expert]
+        if density >= 1:
+            return delta
+        if density <= 0:
+            return torch.zeros_like(delta)
+        mask = torch.from_numpy(bernoulli(self._key(context, expert), start, delta.numel(), density))
+        dropped = torch.where(mask.to(delta.device), delta, delta.new_zeros(()))
+        factor = cast("Sequence[float]", prepared["factor"])[expert]
+        return dropped if factor == 1 else scaled(dropped, factor)
+
+    @staticmethod
+    def _key(context: TensorContext, expert: int) -> int:
+        return stream_key(context.seed, context.name, context.expert_keys[expert])
+
+
+class DareTies(DareLinear):
+    """DARE's random dropping, then TIES's sign election; by default the sum of what agrees, not its mean.
+
+    Source: arXiv 2311.03099 and 2306.01708.
+    """
+
+    name: ClassVar[str] = "dare_ties"
+    interaction: ClassVar[Literal["additive", "column"]] = "column"
+    elects_sign: ClassVar[bool] = True
