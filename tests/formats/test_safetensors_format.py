@@ -378,8 +378,10 @@ class TestAgreement:
             elif kind == "insert":
                 whole[at:at] = data.draw(st.binary(min_size=1, max_size=4))
             elif kind == "digit":
-                digits = [i for i, byte in enumerate(whole[:header_size]) if 48 <= byte < 58]
-                whole[data.draw(st.sampled_from(digits)) if digits else 0] = data.draw(st.integers(48, 57))
+                for digit in data.draw(st.permutations([i for i, c in enumerate(whole[:header_size]) if 48 <= c < 58]))[
+                    :1
+                ]:
+                    whole[digit] = data.draw(st.integers(48, 57))
             else:
                 del whole[at : at + 1 if kind == "delete" else None]
         length = int.from_bytes(whole[:8], "little")
