@@ -28,7 +28,7 @@ class MPFSError(Exception):
 
     def as_dict(self) -> dict[str, object]:
         """The JSON form: `kind`, `message` and the details."""
-        return {"kind": self.kind, "message": self.message, **self.details}
+        return {**self.details, "kind": self.kind, "message": self.message}
 
 
 def _rebuild(cls: type[MPFSError], message: str, details: dict[str, object]) -> MPFSError:

@@ -89,7 +89,9 @@ class PlanTensor:
     are computed and the others are the base's blocks. `experts` are (index into the plan's models, tensor id);
     `selections[i]` are the columns read from experts[i], `shared` and `parameters[i]` the method's parameters.
     `energy` is the estimated squared norm of the full weighted delta, `energy_left_out` that of what is not read
-    (units: weights squared). `note` says why, where the reason is not the budget.
+    (units: weights squared). `cosine` is the mean cosine between the experts' weighted deltas, taken in pairs: about 0
+    where they have nothing to do with each other, negative where they conflict; None with fewer than two deltas.
+    `note` says why, where the reason is not the budget.
     """
 
     name: str
@@ -105,6 +107,7 @@ class PlanTensor:
     parameters: tuple[Mapping[str, Scalar], ...] = ()
     energy: float = 0.0
     energy_left_out: float = 0.0
+    cosine: float | None = None
     note: str | None = None
 
     @property
@@ -141,6 +144,7 @@ class PlanTensor:
             "parameters": dict(self.shared),
             "energy": self.energy,
             "energy_left_out": self.energy_left_out,
+            "cosine": self.cosine,
             "note": self.note,
         }
 
@@ -162,6 +166,7 @@ class PlanTensor:
             parameters=tuple(item["parameters"] for item in experts),
             energy=value["energy"],
             energy_left_out=value["energy_left_out"],
+            cosine=value["cosine"],
             note=value["note"],
         )
 

@@ -52,7 +52,8 @@ def check_path(path: str) -> str:
         ValueError: it is absolute, escapes, is empty or has an odd part.
     """
     pure = PurePosixPath(path)
-    if not path or pure.is_absolute() or str(pure) != path or ".." in pure.parts or "\0" in path or "\\" in path:
+    plain = path not in ("", ".") and str(pure) == path and not pure.is_absolute() and ".." not in pure.parts
+    if not plain or "\0" in path or "\\" in path:
         raise ValueError(f"unsafe path in a snapshot: {path!r}")
     return path
 
@@ -67,6 +68,9 @@ class Snapshot:
         paths = [check_path(file.path) for file in self.files]
         if paths != sorted(set(paths)):
             raise ValueError("a snapshot's paths must be sorted and unique")
+        directories = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
+        if not directories.isdisjoint(paths):
+            raise ValueError("a snapshot cannot have a file and a directory of one name")
         count = sum(len(file.tensors) for file in self.safetensors_files())
         if len(self.tensors) != count:
             raise ValueError("a snapshot's tensor names must be unique")

@@ -16,6 +16,12 @@ from mpfs.objects.ids import BLOCK_ID_SIZE, BlockId
 KIND = "tensor"
 
 
+def first_element(dtype: str, block_size: int, index: int) -> int:
+    """Index, in C order, of the first element of a tensor's block `index` (for packed dtypes: of its first byte)."""
+    bits = dtypes.BITS[dtype]
+    return index * block_size * 8 // bits if bits % 8 == 0 else index * block_size
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """An immutable tensor.
@@ -30,6 +36,10 @@ class Tensor:
     blocks: tuple[BlockId, ...]
 
     def __post_init__(self) -> None:
+        if self.block_size <= 0 or any(dimension < 0 for dimension in self.shape):
+            raise ValueError(f"{self.dtype} {list(self.shape)} in blocks of {self.block_size} bytes cannot be")
+        if not all(len(block) == BLOCK_ID_SIZE for block in self.blocks):
+            raise ValueError(f"a block id has {BLOCK_ID_SIZE} bytes")
         expected = -(-self.nbytes // self.block_size)
         if len(self.blocks) != expected:
             raise ValueError(
@@ -52,9 +62,8 @@ class Tensor:
         return min(self.block_size, self.nbytes - index * self.block_size)
 
     def block_start(self, index: int) -> int:
-        """Index of the first element of block `index` (for packed dtypes: of its first byte)."""
-        bits = dtypes.BITS[self.dtype]
-        return index * self.block_size * 8 // bits if bits % 8 == 0 else index * self.block_size
+        """Index of the first element of block `index`; see `first_element`."""
+        return first_element(self.dtype, self.block_size, index)
 
     def sized_blocks(self) -> Iterator[tuple[BlockId, int]]:
         """Every block with its size in bytes."""

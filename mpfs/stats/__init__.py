@@ -7,6 +7,7 @@ sketch's signs in `mpfs.stats.hashing`. numba is imported on first use, and ever
 
 from mpfs.stats.backend import kernels_available, warm_up
 from mpfs.stats.block import block_stats
+from mpfs.stats.decode import as_bits, decode
 from mpfs.stats.estimate import DeltaSummary, combine, delta_gram, delta_summary
 from mpfs.stats.lanesum import LaneSum
 from mpfs.stats.record import COUNTS_ONLY, RECORD, SATURATED, SKETCH_WIDTH, Records
@@ -19,8 +20,10 @@ __all__ = [
     "DeltaSummary",
     "LaneSum",
     "Records",
+    "as_bits",
     "block_stats",
     "combine",
+    "decode",
     "delta_gram",
     "delta_summary",
     "kernels_available",

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from mpfs.errors import MPFSError, NotARepositoryError, UnsupportedFormatError, UsageError
+from mpfs.objects import ObjectId, Plan
 from mpfs.store.blocks import BlockReader
 from mpfs.store.environment import Environment
 from mpfs.store.filesystem import refuse_network_file_system
 from mpfs.store.locks import repository_lock
-from mpfs.store.objects import ObjectReader
+from mpfs.store.objects import ObjectReader, put_object
 from mpfs.store.refs import RefKind, RefReader, set_ref
 from mpfs.store.reuse import ReuseTable
 from mpfs.store.writer import Writer
@@ -59,6 +60,7 @@ class Store:
         self.objects = ObjectReader(environment)
         self.refs = RefReader(environment)
         self.reuse = ReuseTable(environment)
+        self._closed = False
 
     @classmethod
     def create(
@@ -111,7 +113,10 @@ class Store:
                 "allow_network_file_system": allow_network_file_system,
             }
             (building / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            os.rename(building, path)
+            try:
+                os.rename(building, path)
+            except OSError as error:
+                raise UsageError(f"{path}: the path is taken: {error.strerror}") from error
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
@@ -137,8 +142,10 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Close the repository."""
-        self.environment.close()
+        """Close the repository; once closed, do nothing."""
+        if not self._closed:
+            self._closed = True
+            self.environment.close()
 
     @contextmanager
     def writer(self) -> Iterator[Writer]:
@@ -149,6 +156,11 @@ class Store:
         """
         with repository_lock(self.path / "lock", exclusive=False), Writer(self.environment) as writer:
             yield writer
+
+    def put_plan(self, plan: Plan) -> ObjectId:
+        """Keep a plan that was not run; its id."""
+        with repository_lock(self.path / "lock", exclusive=False), self.environment.write(needed=1 << 20) as txn:
+            return put_object(txn, plan)
 
     def move_ref(
         self, name: str, commit: str | None, *, expected: str | None, kind: RefKind, time: int, author: str, reason: str

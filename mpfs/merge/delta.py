@@ -1,0 +1,204 @@
+"""Streaming columns: the base's block and the selected experts' blocks of one run of elements, in plan order.
+
+This is where the budget holds: an expert block that the plan does not list is never read, and what was read is
+counted by distinct blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mpfs.errors import MPFSError
+from mpfs.merge.compile import column_blocks
+from mpfs.merge.inputs import ModelTensor, promote
+from mpfs.merge.numeric import to_torch, torch_dtype
+from mpfs.merge.operators import Column
+from mpfs.objects import BlockId, ObjectId, Plan, PlanTensor, Tensor
+from mpfs.stats.stored import blocks_per_column
+from mpfs.store import BlockReader, ObjectReader
+
+_PREFETCH_COLUMNS = 16
+
+
+class ReadLedger:
+    """Which distinct blocks a merge has read, as expert and as base. Thread-safe.
+
+    `allowed` are the expert blocks that the plan lists; reading another one is a bug, and refused.
+    """
+
+    def __init__(self, allowed: set[BlockId]) -> None:
+        self._allowed = allowed
+        self._lock = threading.Lock()
+        self._expert: dict[BlockId, int] = {}
+        self._base: dict[BlockId, int] = {}
+
+    def expert(self, blocks: Iterable[tuple[BlockId, int]]) -> None:
+        """Note (before reading) expert blocks with their sizes."""
+        with self._lock:
+            for block, size in blocks:
+                if block not in self._allowed:
+                    raise MPFSError(f"block {block.hex()} is not in the plan; refusing to read it")
+                self._expert[block] = size
+
+    def base(self, blocks: Iterable[tuple[BlockId, int]]) -> None:
+        """Note (before reading) base blocks with their sizes."""
+        with self._lock:
+            self._base.update(blocks)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the distinct expert blocks read."""
+        return sum(self._expert.values())
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the distinct base blocks read."""
+        return sum(self._base.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """The tensor objects of one planned tensor."""
+
+    base: ModelTensor | None
+    experts: tuple[ModelTensor, ...]
+
+    @classmethod
+    def load(cls, objects: ObjectReader, tensor: PlanTensor) -> PlanInputs:
+        """Read them from the store."""
+
+        def get(identity: ObjectId) -> ModelTensor:
+            return ModelTensor(identity, objects.get(Tensor, identity))
+
+        return cls(
+            None if tensor.base is None else get(tensor.base), tuple(get(identity) for _, identity in tensor.experts)
+        )
+
+
+def planned_blocks(tensor: PlanTensor, inputs: PlanInputs) -> set[BlockId]:
+    """The expert blocks that the plan lists for a tensor."""
+    return {
+        block
+        for expert, selection in zip(inputs.experts, tensor.selections, strict=True)
+        for column in selection.columns()
+        for block, _ in column_blocks(expert.tensor, column, tensor.column_elements, inputs.base)
+    }
+
+
+class DeltaIterator:
+    """The columns of one planned tensor. Safe to read from several threads."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensor: PlanTensor,
+        inputs: PlanInputs,
+        reader: BlockReader,
+        ledger: ReadLedger,
+        work: torch.dtype,
+    ) -> None:
+        self._plan = plan
+        self._tensor = tensor
+        self._inputs = inputs
+        self._reader = reader
+        self._ledger = ledger
+        self._work = work
+        self._selected = [frozenset(selection.columns()) for selection in tensor.selections]
+
+    def __iter__(self) -> Iterator[Column]:
+        """Every column that has an expert to read, and the others too, in order: what `prepare` streams over."""
+        for column in range(self._tensor.column_count):
+            if column % _PREFETCH_COLUMNS == 0:
+                self.prefetch(range(column, min(column + _PREFETCH_COLUMNS, self._tensor.column_count)))
+            yield self.read(column)
+
+    def expert_blocks(self, column: int) -> list[tuple[BlockId, ...] | None]:
+        """For each expert the ids of its blocks in a column, or None where it is left out: what the result depends on."""
+        return [
+            tuple(self._run(expert.tensor, column)) if self._is_read(index, column) else None
+            for index, expert in enumerate(self._inputs.experts)
+        ]
+
+    def base_blocks(self, column: int) -> tuple[BlockId, ...] | None:
+        """The ids of the base's blocks in a column."""
+        base = self._inputs.base
+        return None if base is None else tuple(self._run(base.tensor, column))
+
+    def prefetch(self, columns: Iterable[int]) -> None:
+        """Ask the disk for what these columns will read."""
+        wanted: list[BlockId] = []
+        for column in columns:
+            if self._inputs.base is not None:
+                wanted.extend(self._run(self._inputs.base.tensor, column))
+            for index in range(len(self._inputs.experts)):
+                if column in self._selected[index]:
+                    wanted.extend(block for block, _ in self._differing(index, column))
+        self._reader.prefetch(wanted)
+
+    def read(self, column: int) -> Column:
+        """One column, in the work dtype.
+
+        Raises:
+            IntegrityError: a block is missing or damaged.
+        """
+        start = column * self._tensor.column_elements
+        base_data: dict[BlockId, bytes] = {}
+        base = None
+        if self._inputs.base is not None:
+            blocks = self._inputs.base.tensor
+            self._ledger.base(column_blocks(blocks, column, self._tensor.column_elements, None))
+            run = self._run(blocks, column)
+            base_data = self._read(run, "the base")
+            base = to_torch(_joined(run, base_data), blocks.dtype, self._work)
+        experts = [self._expert(index, column, base, base_data) for index in range(len(self._inputs.experts))]
+        return Column(start, base, experts)
+
+    def _expert(
+        self, index: int, column: int, base: torch.Tensor | None, base_data: dict[BlockId, bytes]
+    ) -> torch.Tensor | None:
+        if not self._is_read(index, column):
+            return None
+        expert = self._inputs.experts[index].tensor
+        differing = self._differing(index, column)
+        if not differing:
+            return base
+        self._ledger.expert(differing)
+        model = self._tensor.experts[index][0]
+        data = self._read([block for block, _ in differing], self._plan.models[model].name)
+        return to_torch(_joined(self._run(expert, column), base_data | data), expert.dtype, self._work)
+
+    def _is_read(self, index: int, column: int) -> bool:
+        """Whether an expert takes part in a column: the plan lists it, or it equals the base there at no cost."""
+        return column in self._selected[index] or not self._differing(index, column)
+
+    def _differing(self, index: int, column: int) -> list[tuple[BlockId, int]]:
+        expert = self._inputs.experts[index].tensor
+        return column_blocks(expert, column, self._tensor.column_elements, self._inputs.base)
+
+    def _run(self, tensor: Tensor, column: int) -> tuple[BlockId, ...]:
+        width = blocks_per_column(tensor, self._tensor.column_elements)
+        return tensor.blocks[column * width : (column + 1) * width]
+
+    def _read(self, blocks: Iterable[BlockId], model: str) -> dict[BlockId, bytes]:
+        wanted = list(blocks)
+        with self._reader.view(wanted, f"{self._tensor.name} of {model}") as payloads:
+            return {block: bytes(payload) for block, payload in zip(wanted, payloads, strict=True)}
+
+
+def work_dtype(plan: Plan, inputs: PlanInputs) -> str:
+    """The stored name of the dtype that a tensor's arithmetic runs in."""
+    dtypes = {item.tensor.dtype for item in inputs.experts} | ({inputs.base.tensor.dtype} if inputs.base else set())
+    return plan.work_dtype or promote(dtypes)
+
+
+def torch_work_dtype(plan: Plan, inputs: PlanInputs) -> torch.dtype:
+    """The same, as torch names it."""
+    return torch_dtype(work_dtype(plan, inputs))
+
+
+def _joined(run: Iterable[BlockId], data: dict[BlockId, bytes]) -> bytearray:
+    return bytearray().join(data[block] for block in run)

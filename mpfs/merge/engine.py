@@ -1,0 +1,350 @@
+"""Running a plan: stream columns, merge them, stage the results; what is not touched is only referenced.
+
+Worker threads read, verify, merge, hash and take statistics, one column each; the calling thread stages results in
+order, and the writer's thread syncs. Memory is bounded by the number of columns in flight.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from mpfs.errors import MPFSError
+from mpfs.ingest import Progress
+from mpfs.ingest.pipeline import stage_block
+from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks, torch_work_dtype
+from mpfs.merge.numeric import to_bytes
+from mpfs.merge.operators import LeftOut, Operator, Parameters, Prepared, TensorContext, get_operator
+from mpfs.objects import BlockId, Plan, PlanTensor, Tensor
+from mpfs.objects.dtypes import itemsize
+from mpfs.objects.encoding import Json, decode, encode
+from mpfs.stats import delta_gram
+from mpfs.stats.stored import column_records
+from mpfs.store import StagedBlock, Store, Writer, reuse_key
+
+DEFAULT_MEMORY = 1 << 30
+_FIXED_MEMORY = 512 << 20
+"""Of the memory bound, what the interpreter, torch and the writer's batches take."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What running a plan produced: the output tensors by name, and what was read, reused and computed."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    expert_bytes_read: int = 0
+    base_bytes_read: int = 0
+    blocks_kept: int = 0
+    blocks_computed: int = 0
+    blocks_reused: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    """A planned tensor at work: what its columns need."""
+
+    tensor: PlanTensor
+    operator: Operator
+    context: TensorContext
+    parameters: Parameters
+    columns: DeltaIterator
+    prepared: Prepared
+    blocks: list[BlockId]
+
+    def span(self, column: int, block_size: int) -> tuple[int, int]:
+        """The output blocks of a column, as a half-open range."""
+        width = self.tensor.column_elements * itemsize(self.tensor.dtype) // block_size
+        return column * width, min((column + 1) * width, len(self.blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A column's output: found (`reused`) or computed blocks, and the key to remember computed ones by."""
+
+    key: bytes
+    reused: tuple[BlockId, ...] | None
+    staged: tuple[StagedBlock, ...] = ()
+
+
+def execute(
+    plan: Plan,
+    store: Store,
+    writer: Writer,
+    *,
+    reuse: bool = True,
+    threads: int | None = None,
+    memory: int = DEFAULT_MEMORY,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Run a plan.
+
+    Args:
+        plan: what to do.
+        store: where the inputs are.
+        writer: takes the output's blocks, and remembers results for reuse.
+        reuse: look results up before computing them.
+        threads: worker threads; default: the number of CPUs.
+        memory: bound of anonymous memory, in bytes; fewer columns are in flight if it is small.
+        progress: told the bytes of output done, of all.
+
+    Raises:
+        IntegrityError: an input block is missing or damaged.
+        NotFoundError: an input of the plan is not in this repository.
+    """
+    inputs = {tensor.name: PlanInputs.load(store.objects, tensor) for tensor in plan.tensors}
+    allowed: set[BlockId] = set()
+    for tensor in plan.tensors:
+        allowed |= planned_blocks(tensor, inputs[tensor.name])
+    run = _Execution(plan, store, writer, inputs, ReadLedger(allowed), reuse, threads or os.cpu_count() or 1, memory)
+    return run.run(progress)
+
+
+class _Execution:
+    """One execution of a plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        writer: Writer,
+        inputs: dict[str, PlanInputs],
+        ledger: ReadLedger,
+        reuse: bool,
+        threads: int,
+        memory: int,
+    ) -> None:
+        self.plan = plan
+        self.store = store
+        self.writer = writer
+        self.inputs = inputs
+        self.ledger = ledger
+        self.reuse = reuse
+        self.threads = threads
+        self.memory = memory
+        self.operator = get_operator(plan.method)
+        self.outcome = Outcome()
+
+    def run(self, progress: Progress | None) -> Outcome:
+        total = sum(tensor.numel * itemsize(tensor.dtype) for tensor in self.plan.tensors if tensor.action == "compute")
+        done = 0
+        queue: deque[tuple[_Job, int, Future[_Result]]] = deque()
+
+        def finish_one() -> None:
+            nonlocal done
+            job, column, future = queue.popleft()
+            done += self._finish(job, column, future.result())
+            if progress is not None:
+                progress(min(done, total), total)
+
+        with _one_thread_per_operation(self.threads) as executor:
+            try:
+                for tensor in self.plan.tensors:
+                    if tensor.action == "keep":
+                        self._keep(tensor)
+                        continue
+                    job = self._job(tensor)
+                    window = self._window(len(tensor.experts))
+                    for column in tensor.columns.columns():
+                        if column % window == 0:
+                            job.columns.prefetch(range(column, min(column + window, tensor.column_count)))
+                        queue.append((job, column, executor.submit(self._column, job, column)))
+                        while len(queue) >= window:
+                            finish_one()
+                    while queue:
+                        finish_one()
+                    self._finish_tensor(job)
+            finally:
+                for _, _, future in queue:
+                    future.cancel()
+        self.outcome.expert_bytes_read = self.ledger.expert_bytes
+        self.outcome.base_bytes_read = self.ledger.base_bytes
+        return self.outcome
+
+    def _window(self, experts: int) -> int:
+        """How many columns may be in flight: each holds its inputs as stored and in the work dtype, and temporaries."""
+        column = (experts + 2) * self.plan.block_size * 8
+        return max(self.threads, min(8 * self.threads, (self.memory - _FIXED_MEMORY) // column))
+
+    def _keep(self, tensor: PlanTensor) -> None:
+        base = self.inputs[tensor.name].base
+        if base is None:
+            raise MPFSError(f"the plan keeps {tensor.name}, but names no tensor to keep")
+        self.outcome.tensors[tensor.name] = base.tensor
+        self.outcome.blocks_kept += len(base.tensor.blocks)
+
+    def _job(self, tensor: PlanTensor) -> _Job:
+        inputs = self.inputs[tensor.name]
+        work = torch_work_dtype(self.plan, inputs)
+        context = TensorContext(
+            name=tensor.name,
+            numel=tensor.numel,
+            dtype=work,
+            seed=self.plan.seed,
+            expert_keys=tuple(self.plan.models[model].snapshot for model, _ in tensor.experts),
+            left_out=left_out(self.store, tensor, inputs),
+        )
+        parameters = Parameters(tensor.shared, tensor.parameters)
+        columns = DeltaIterator(self.plan, tensor, inputs, self.store.blocks, self.ledger, work)
+        nbytes = tensor.numel * itemsize(tensor.dtype)
+        blocks = [b""] * -(-nbytes // self.plan.block_size)
+        if inputs.base is not None and inputs.base.tensor.dtype == tensor.dtype:
+            blocks = list(inputs.base.tensor.blocks)
+        job = _Job(tensor, self.operator, context, parameters, columns, {}, blocks)
+        job.prepared = self._prepare(job)
+        return job
+
+    def _prepare(self, job: _Job) -> Prepared:
+        if type(job.operator).prepare is Operator.prepare:
+            return {}
+        description = self._description(job)
+        description["prepare"] = [
+            [_hex(job.columns.base_blocks(column)), [_hex(run) for run in job.columns.expert_blocks(column)]]
+            for column in range(job.tensor.column_count)
+        ]
+        description["left_out"] = [[[run.numel, run.rms] for run in runs] for runs in job.context.left_out]
+        key = reuse_key(description)
+        known = self.store.reuse.value(key) if self.reuse else None
+        if known is not None:
+            return dict(decode(known, "prepared")["values"])
+        prepared = job.operator.prepare(job.context, job.parameters, lambda: iter(job.columns))
+        self.writer.put_reuse(key, encode({"kind": "prepared", "values": dict(prepared)}))
+        return prepared
+
+    def _description(self, job: _Job) -> Json:
+        """What a result depends on, besides its blocks."""
+        value: Json = {
+            "operator": job.operator.name,
+            "version": job.operator.version,
+            "shared": dict(job.parameters.shared),
+            "experts": [dict(values) for values in job.parameters.experts],
+            "work": str(job.context.dtype),
+            "out": job.tensor.dtype,
+            "numel": job.tensor.numel,
+            "block_size": self.plan.block_size,
+        }
+        if job.operator.draws:
+            value["random"] = [self.plan.seed, job.tensor.name, list(job.context.expert_keys)]
+        return value
+
+    def _column(self, job: _Job, column: int) -> _Result:
+        """On a worker thread: look a column's result up, or compute it."""
+        start = column * job.tensor.column_elements
+        key = reuse_key(
+            {
+                **self._description(job),
+                "prepared": dict(job.prepared),
+                "start": start,
+                "base": _hex(job.columns.base_blocks(column)),
+                "inputs": [_hex(run) for run in job.columns.expert_blocks(column)],
+            }
+        )
+        if self.reuse:
+            known = self.store.reuse.blocks(key)
+            if known is not None:
+                return _Result(key, known)
+        inputs = job.columns.read(column)
+        merged = job.operator.apply(job.context, job.parameters, job.prepared, inputs)
+        data = to_bytes(merged, job.tensor.dtype)
+        size = self.plan.block_size
+        first = start
+        per_block = size // itemsize(job.tensor.dtype)
+        staged = []
+        for offset in range(0, len(data), size):
+            staged.append(stage_block(data[offset : offset + size], job.tensor.dtype, first))
+            first += per_block
+        return _Result(key, None, tuple(staged))
+
+    def _finish(self, job: _Job, column: int, result: _Result) -> int:
+        """On the calling thread: stage a column's result; the bytes of output that this makes."""
+        first, last = job.span(column, self.plan.block_size)
+        blocks = result.reused
+        if blocks is None:
+            for staged in result.staged:
+                self.writer.put_block(staged)
+            blocks = tuple(staged.block for staged in result.staged)
+            self.writer.put_reuse(result.key, b"".join(blocks))
+            self.outcome.blocks_computed += len(blocks)
+        else:
+            self.outcome.blocks_reused += len(blocks)
+        if len(blocks) != last - first:
+            raise MPFSError(f"{job.tensor.name}: column {column} came out as {len(blocks)} blocks, not {last - first}")
+        job.blocks[first:last] = blocks
+        return (last - first) * self.plan.block_size
+
+    def _finish_tensor(self, job: _Job) -> None:
+        computed = sum(
+            last - first
+            for first, last in (job.span(column, self.plan.block_size) for column in job.tensor.columns.columns())
+        )
+        self.outcome.blocks_kept += len(job.blocks) - computed
+        self.outcome.tensors[job.tensor.name] = Tensor(
+            job.tensor.dtype, job.tensor.shape, self.plan.block_size, tuple(job.blocks)
+        )
+
+
+def left_out(store: Store, tensor: PlanTensor, inputs: PlanInputs) -> tuple[tuple[LeftOut, ...], ...]:
+    """What a plan leaves unread of each expert of a tensor, with the size of its delta estimated from sketches."""
+    unread: list[list[int]] = []
+    for expert, selection in zip(inputs.experts, tensor.selections, strict=True):
+        chosen = set(selection.columns())
+        width = tensor.column_elements
+        unread.append(
+            [
+                column
+                for column in range(tensor.column_count)
+                if column not in chosen and not _equal(expert.tensor, inputs, column, width)
+            ]
+        )
+    if inputs.base is None or not any(unread):
+        return tuple(() for _ in unread)
+    base = column_records(store.blocks, inputs.base.tensor, tensor.column_elements)
+    result: list[tuple[LeftOut, ...]] = []
+    for expert, columns in zip(inputs.experts, unread, strict=True):
+        if not columns:
+            result.append(())
+            continue
+        records = column_records(store.blocks, expert.tensor, tensor.column_elements)
+        energy = delta_gram(base, records[None, :])[:, 0, 0]
+        runs = []
+        for column in columns:
+            numel = min(tensor.column_elements, tensor.numel - column * tensor.column_elements)
+            runs.append(LeftOut(numel, float((max(energy[column], 0.0) / numel) ** 0.5)))
+        result.append(tuple(runs))
+    return tuple(result)
+
+
+def _equal(expert: Tensor, inputs: PlanInputs, column: int, width: int) -> bool:
+    return inputs.base is not None and not column_blocks_differ(expert, inputs.base.tensor, column, width)
+
+
+def column_blocks_differ(expert: Tensor, base: Tensor, column: int, column_elements: int) -> bool:
+    """Whether an expert's column is anything else than the base's blocks."""
+    if expert.dtype != base.dtype:
+        return True
+    width = column_elements * itemsize(expert.dtype) // expert.block_size
+    span = slice(column * width, (column + 1) * width)
+    return expert.blocks[span] != base.blocks[span]
+
+
+def _hex(blocks: tuple[BlockId, ...] | None) -> str | None:
+    return None if blocks is None else b"".join(blocks).hex()
+
+
+@contextmanager
+def _one_thread_per_operation(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Worker threads in which torch uses one thread each: columns are the unit of parallelism."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(
+            threads, thread_name_prefix="mpfs-merge", initializer=torch.set_num_threads, initargs=(1,)
+        ) as executor:
+            yield executor
+    finally:
+        torch.set_num_threads(before)

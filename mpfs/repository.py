@@ -1,0 +1,857 @@
+"""The facade: everything that a user does with a repository, in one class.
+
+It ties the layers together and adds no logic of its own: names become commits here, and results become reports.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import time as clock
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RefConflictError, UsageError
+from mpfs.history import Diff, Explanation, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
+from mpfs.objects import Budget, Commit, Figures, Input, ModelRef, ObjectId, Plan, Run, Snapshot, Tensor, object_id
+from mpfs.objects.encoding import Json
+from mpfs.objects.ids import is_object_id
+from mpfs.store import FsckReport, GcResult, Ref, ReflogEntry, RefMove, Store, StoreInfo, check, execute_gc
+from mpfs.store.store import DEFAULT_BLOCK_SIZE, DEFAULT_MAP_SIZE
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpfs.merge.recipe import Recipe
+    from mpfs.vfs.checkout import CheckoutResult
+    from mpfs.vfs.reader import SnapshotReader
+
+ProgressCallback: TypeAlias = Callable[[int, int], object]
+"""Told how much is done, and of how much."""
+
+PolicyName: TypeAlias = Literal["energy", "uniform", "random"]
+MismatchPolicy: TypeAlias = Literal["error", "base"]
+
+REPOSITORY_NAME = ".mpfs"
+"""What a repository's directory is called by default."""
+
+_DEFAULT_MEMORY = 1 << 30
+"""Bound of a merge's anonymous memory, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import did. Bytes: `bytes` of the checkpoint, `bytes_written` of new blocks. `new_commit` is False when
+    the ref already held just this. `skipped` are entries of the source that are no weights."""
+
+    commit: ObjectId
+    ref: str
+    snapshot: ObjectId
+    tensors: int
+    bytes: int
+    new_blocks: int
+    deduplicated_blocks: int
+    bytes_written: int
+    seconds: float
+    new_commit: bool
+    skipped: tuple[str, ...]
+
+    def as_json(self) -> Json:
+        """The JSON form."""
+        return {**asdict(self), "skipped": list(self.skipped)}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """A plan and its id. It is stored: `merge` runs it again by id."""
+
+    identity: ObjectId
+    plan: Plan
+
+    def as_json(self) -> Json:
+        """The JSON form: the keys of a merge's, less what only a run knows."""
+        cost = self.plan.cost
+        return {
+            "plan": self.identity,
+            "fidelity_predicted": self.plan.fidelity_predicted,
+            "notes": list(self.plan.notes),
+            "run": {
+                "expert_bytes_full": cost.expert_bytes_full,
+                "expert_bytes_planned": cost.expert_bytes_planned,
+                "base_bytes_planned": cost.base_bytes_read,
+                "bytes_written_planned": cost.bytes_written,
+                "blocks_kept": cost.blocks_kept,
+                "blocks_computed": cost.blocks_computed,
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """What a merge did. `new_commit` is False when the branch already held just this result of this plan."""
+
+    commit: ObjectId
+    ref: str
+    snapshot: ObjectId
+    plan: ObjectId
+    fidelity_predicted: float
+    figures: Figures
+    notes: tuple[str, ...]
+    new_commit: bool
+
+    def as_json(self) -> Json:
+        """The JSON form."""
+        return {
+            "commit": self.commit,
+            "ref": self.ref,
+            "snapshot": self.snapshot,
+            "plan": self.plan,
+            "fidelity_predicted": self.fidelity_predicted,
+            "fidelity": self.figures.fidelity,
+            "notes": list(self.notes),
+            "new_commit": self.new_commit,
+            "run": self.figures.as_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of a snapshot. `size` in bytes; `tensors` is how many it holds, None for a file that holds none."""
+
+    path: str
+    size: int
+    tensors: int | None
+
+    def as_json(self) -> Json:
+        """The JSON form."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageReport:
+    """How much a snapshot (or everything) takes: `logical_bytes` as files, `unique_bytes` of distinct blocks,
+    `stored_bytes` as encoded in the store; `file_bytes` is data.mdb's size, for a whole repository."""
+
+    snapshots: int
+    tensors: int
+    logical_bytes: int
+    unique_bytes: int
+    stored_bytes: int
+    blocks: int
+    file_bytes: int | None
+
+    @property
+    def dedup_ratio(self) -> float:
+        """Logical bytes over unique bytes."""
+        return self.logical_bytes / self.unique_bytes if self.unique_bytes else 1.0
+
+    @property
+    def codec_ratio(self) -> float:
+        """Unique bytes over stored bytes."""
+        return self.unique_bytes / self.stored_bytes if self.stored_bytes else 1.0
+
+    def as_json(self) -> Json:
+        """The JSON form."""
+        return {**asdict(self), "dedup_ratio": self.dedup_ratio, "codec_ratio": self.codec_ratio}
+
+
+class Repository(AbstractContextManager["Repository"]):
+    """An open repository. Close it, or use it in a `with` block; it may be used from several threads."""
+
+    def __init__(self, store: Store, author: str | None = None) -> None:
+        self._store = store
+        self._author = author or _login_name()
+
+    # -- opening ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        map_size: int = DEFAULT_MAP_SIZE,
+        allow_network_file_system: bool = False,
+        author: str | None = None,
+    ) -> Repository:
+        """Make a repository.
+
+        Args:
+            path: its directory; must not exist, or be empty.
+            block_size: bytes of a block, a power of two between 4 KiB and 64 MiB; fixed for good.
+            map_size: bytes of address space for the store (sparse; the most that it can grow to).
+            allow_network_file_system: do not refuse a network file system, where LMDB can lose data.
+            author: who commits are by; default: the login name.
+
+        Raises:
+            UsageError: the path is taken, or the block size is not possible.
+        """
+        store = Store.create(
+            Path(path),
+            block_size=block_size,
+            map_size=map_size,
+            allow_network_file_system=allow_network_file_system,
+        )
+        return cls(store, author)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, author: str | None = None) -> Repository:
+        """Open a repository: its directory, or the directory that holds a `.mpfs`.
+
+        Raises:
+            NotARepositoryError: there is none.
+        """
+        directory = Path(path)
+        inner = directory / REPOSITORY_NAME
+        if not (directory / "config.json").exists() and inner.is_dir():
+            directory = inner
+        return cls(Store.open(directory), author)
+
+    def close(self) -> None:
+        """Close it."""
+        self._store.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The repository's directory."""
+        return self._store.path
+
+    @property
+    def info(self) -> StoreInfo:
+        """Format version, block size (bytes), hash and uuid."""
+        return self._store.info
+
+    # -- getting things in --------------------------------------------------------------------------------------
+
+    def import_checkpoint(
+        self,
+        source: str | os.PathLike[str],
+        ref: str,
+        *,
+        base: str | None = None,
+        key: str | None = None,
+        message: str | None = None,
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> ImportReport:
+        """Import a checkpoint and commit it to a branch.
+
+        Args:
+            source: a directory in Hugging Face layout, a .safetensors file, or a torch file.
+            ref: the branch; made if it does not exist.
+            base: what it was fine-tuned from, as a revision; kept with the commit.
+            key: which state dict of a torch file to take, where it holds several.
+            message: the commit's message; default: what was imported.
+            threads: worker threads; default: the number of CPUs.
+            progress: told bytes done, of all.
+
+        Raises:
+            NotFoundError: there is nothing at `source`; or `base` names nothing.
+            BadInputError: the source is damaged, unsafe or no checkpoint. Nothing is changed.
+            RefConflictError: `ref` is a tag, or moved meanwhile.
+            NoSpaceError: the disk or the map is full.
+        """
+        from mpfs.ingest import ingest
+
+        started = clock.monotonic()
+        tip = self._branch_tip(ref)
+        inputs = () if base is None else (Input("base", base, self.resolve(base)),)
+        path = Path(source)
+        with self._store.writer() as writer:
+            found = ingest(path, writer, self.info.block_size, key=key, threads=threads, progress=progress)
+            snapshot = object_id(found.snapshot.encode())
+            current = None if tip is None else self._store.objects.get(Commit, tip)
+            same = current is not None and current.snapshot == snapshot and (not inputs or current.inputs == inputs)
+            if same and tip is not None:
+                writer.flush()
+                identity = tip
+            else:
+                identity = writer.publish(
+                    tensors=found.tensors,
+                    snapshot=found.snapshot,
+                    commit=Commit(
+                        snapshot=snapshot,
+                        parents=() if tip is None else (tip,),
+                        inputs=inputs,
+                        plan=None,
+                        message=message or f"Import {path.name or path.resolve().name}",
+                        author=self._author,
+                        time=int(clock.time()),
+                        source=str(path.resolve()),
+                    ),
+                    move=RefMove(ref, tip, "branch", f"import: {path}"),
+                )
+            figures = writer.figures
+        return ImportReport(
+            commit=identity,
+            ref=ref,
+            snapshot=snapshot,
+            tensors=len(found.snapshot.tensors),
+            bytes=found.size,
+            new_blocks=figures.new_blocks,
+            deduplicated_blocks=figures.deduplicated_blocks,
+            bytes_written=figures.bytes_written,
+            seconds=clock.monotonic() - started,
+            new_commit=not same,
+            skipped=found.skipped,
+        )
+
+    # -- merging ------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        recipe: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        budget: Budget | None = None,
+        policy: PolicyName = "energy",
+        seed: int = 0,
+        on_mismatch: MismatchPolicy = "error",
+        save: bool = True,
+    ) -> PlanReport:
+        """Compile a recipe: decide what a merge will read, compute and keep, without running it.
+
+        Args:
+            recipe: a YAML file in mergekit's grammar, or the same as a mapping. Its models are refs, commit ids or
+                paths; a path is imported first, to the branch `imported/NAME`.
+            budget: what may be read of the experts; None: everything.
+            policy: how blocks are chosen under a budget.
+            seed: for methods and policies that draw random numbers.
+            on_mismatch: "error", or "base" to take the base's tensor where models do not fit.
+            save: store the plan, so that `merge` finds it by id.
+
+        Raises:
+            RecipeError: the recipe has mistakes.
+            MismatchError: the models do not fit each other.
+            BudgetInfeasibleError: the method must read more than the budget allows.
+            NotFoundError: a model is neither a ref, a commit nor a path.
+        """
+        from mpfs.merge.compile import compile_plan
+        from mpfs.merge.inputs import fit
+        from mpfs.merge.operators import get_operator
+
+        parsed = _recipe(recipe)
+        names = [item.name for item in parsed.models]
+        if parsed.base is not None and parsed.base not in names:
+            names.append(parsed.base)
+        folder = None if isinstance(recipe, Mapping) else Path(recipe).parent
+        models = [self._model(name, folder) for name in names]
+        operator = get_operator(parsed.method)
+        plan = compile_plan(
+            parsed,
+            models,
+            fit(parsed, models, operator, on_mismatch),
+            operator,
+            self._store.blocks,
+            block_size=self.info.block_size,
+            budget=budget or Budget(),
+            policy=policy,
+            seed=seed,
+        )
+        identity = object_id(plan.encode())
+        if save:
+            self._store.put_plan(plan)
+        return PlanReport(identity, plan)
+
+    def find_plan(self, plan: str | os.PathLike[str]) -> PlanReport:
+        """A plan by its id (or a unique beginning of it), or out of a JSON file that `PlanReport.plan` was written to.
+
+        Raises:
+            NotFoundError: there is none.
+            BadInputError: the file is not a plan.
+        """
+        text = os.fspath(plan)
+        path = Path(text)
+        if path.is_file():
+            try:
+                loaded = Plan.decode(path.read_bytes())
+            except ValueError as error:
+                raise BadInputError(f"{path}: not a plan: {error}", file=str(path)) from error
+            return PlanReport(object_id(loaded.encode()), loaded)
+        identities = [text] if is_object_id(text) else self._plans_starting_with(text)
+        if len(identities) != 1:
+            raise NotFoundError(f"no plan {text}" if not identities else f"{len(identities)} plans begin with {text}")
+        return PlanReport(identities[0], self._store.objects.get(Plan, identities[0]))
+
+    def merge(
+        self,
+        recipe: str | os.PathLike[str] | Mapping[str, Any] | Plan,
+        into: str,
+        *,
+        budget: Budget | None = None,
+        policy: PolicyName = "energy",
+        seed: int = 0,
+        on_mismatch: MismatchPolicy = "error",
+        reuse: bool = True,
+        verify_fidelity: bool = False,
+        memory: int = _DEFAULT_MEMORY,
+        threads: int | None = None,
+        message: str | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> MergeReport:
+        """Merge, and commit the result to a branch.
+
+        Args:
+            recipe: as for `plan`; or a plan, which brings budget, policy, seed and mismatch policy with it.
+            into: the branch; made if it does not exist.
+            budget, policy, seed, on_mismatch: as for `plan`.
+            reuse: take results of earlier merges from the store instead of computing them again.
+            verify_fidelity: afterwards read every expert in full and measure how close to the full merge it came.
+            memory: bound of anonymous memory, in bytes.
+            threads: worker threads; default: the number of CPUs.
+            message: the commit's message; default: what was merged.
+            progress: told bytes of output done, of all.
+
+        Raises:
+            As `plan`; and
+            RefConflictError: `into` is a tag, or moved meanwhile; nothing is published.
+            IntegrityError: an input block is damaged.
+            NoSpaceError: the disk or the map is full; nothing is published.
+        """
+        from mpfs.merge.engine import execute
+        from mpfs.merge.output import assemble
+
+        started, started_at = clock.monotonic(), int(clock.time())
+        tip = self._branch_tip(into)
+        if isinstance(recipe, Plan):
+            plan = recipe
+            self._check_plan(plan)
+        else:
+            plan = self.plan(recipe, budget=budget, policy=policy, seed=seed, on_mismatch=on_mismatch, save=False).plan
+        identity = object_id(plan.encode())
+        with self._store.writer() as writer:
+            outcome = execute(plan, self._store, writer, reuse=reuse, threads=threads, memory=memory, progress=progress)
+            template = self._store.objects.get(Snapshot, plan.models[plan.template].snapshot)
+            assembled = assemble(
+                template,
+                outcome.tensors,
+                plan.out_dtype or plan.work_dtype,
+                objects=self._store.objects,
+                blocks=self._store.blocks,
+                writer=writer,
+                block_size=self.info.block_size,
+            )
+            writer.flush()
+            fidelity = self._measure(plan) if verify_fidelity else None
+            figures = Figures(
+                expert_bytes_full=plan.cost.expert_bytes_full,
+                expert_bytes_planned=plan.cost.expert_bytes_planned,
+                expert_bytes_read=outcome.expert_bytes_read,
+                base_bytes_read=outcome.base_bytes_read,
+                bytes_written=writer.figures.bytes_written,
+                blocks_kept=outcome.blocks_kept,
+                blocks_computed=outcome.blocks_computed,
+                blocks_reused=outcome.blocks_reused,
+                blocks_deduplicated=writer.figures.deduplicated_blocks,
+                seconds=clock.monotonic() - started,
+                fidelity=fidelity,
+            )
+            snapshot = object_id(assembled.snapshot.encode())
+            current = None if tip is None else self._store.objects.get(Commit, tip)
+            same = current is not None and current.snapshot == snapshot and current.plan == identity
+            commit = Commit(
+                snapshot=snapshot,
+                parents=() if tip is None else (tip,),
+                inputs=_inputs(plan),
+                plan=identity,
+                message=message or _merge_message(plan),
+                author=self._author,
+                time=started_at,
+            )
+            if same and tip is not None:
+                result = tip
+            else:
+                result = writer.publish(
+                    tensors=assembled.tensors,
+                    snapshot=assembled.snapshot,
+                    commit=commit,
+                    plan=plan,
+                    run=lambda made: Run(made, identity, started_at, figures),
+                    move=RefMove(into, tip, "branch", f"merge: {plan.method}"),
+                )
+        return MergeReport(
+            result, into, snapshot, identity, plan.fidelity_predicted, figures, plan.notes, new_commit=not same
+        )
+
+    def explain(self, target: str) -> Explanation:
+        """Explain the plan of a merge commit (given as a revision), or a plan (by id or file).
+
+        Raises:
+            NotFoundError: there is no such commit or plan, or the commit was not made by a merge.
+        """
+        try:
+            identity = self.resolve(target)
+        except NotFoundError:
+            return explain_plan(self.find_plan(target).plan)
+        commit = self._store.objects.get(Commit, identity)
+        if commit.plan is None:
+            raise NotFoundError(f"{target} was imported, not merged: it has no plan to explain")
+        run = self._store.objects.run_of(identity)
+        return explain_plan(self._store.objects.get(Plan, commit.plan), None if run is None else run.figures)
+
+    # -- history ------------------------------------------------------------------------------------------------
+
+    def resolve(self, revision: str) -> ObjectId:
+        """The id of the commit that a revision names: a ref, a commit id or its beginning, with `~N` for ancestors.
+
+        Raises:
+            NotFoundError: nothing is called that.
+        """
+        return resolve(revision, self._store.objects, self._store.refs)
+
+    def show(self, revision: str) -> LogEntry:
+        """One commit."""
+        from mpfs.history.log import ref_names
+
+        return entry(self.resolve(revision), self._store.objects, ref_names(self._store.refs))
+
+    def snapshot(self, revision: str) -> Snapshot:
+        """The snapshot of a commit."""
+        return self._store.objects.get(Snapshot, self._store.objects.get(Commit, self.resolve(revision)).snapshot)
+
+    def log(self, revision: str | None = None, *, inputs: bool = False) -> list[LogEntry]:
+        """The commits that a revision came from, newest first; without one, all commits of all refs.
+
+        Args:
+            revision: where to start.
+            inputs: follow what was merged as well as parents.
+        """
+        starts = [ref.commit for ref in self._store.refs.all()] if revision is None else [self.resolve(revision)]
+        return ancestry(starts, self._store.objects, self._store.refs, inputs=inputs)
+
+    def run_of(self, revision: str) -> Run | None:
+        """The record of the run that made a commit; None if it was imported."""
+        return self._store.objects.run_of(self.resolve(revision))
+
+    def diff(self, a: str, b: str, *, exact: bool = False, progress: ProgressCallback | None = None) -> Diff:
+        """What changed from revision `a` to `b`.
+
+        Args:
+            a, b: revisions.
+            exact: read the blocks that differ; otherwise nothing is read, and numbers are estimates from sketches.
+            progress: told tensors done, of all.
+        """
+        return diff_snapshots(
+            self.snapshot(a),
+            self.snapshot(b),
+            self._store.objects,
+            self._store.blocks,
+            exact=exact,
+            progress=progress,
+        )
+
+    # -- refs ---------------------------------------------------------------------------------------------------
+
+    def refs(self) -> list[Ref]:
+        """Every branch and tag, by name."""
+        return self._store.refs.all()
+
+    def branch(self, name: str, revision: str) -> Ref:
+        """Make a branch at a revision.
+
+        Raises:
+            RefConflictError: the name is taken.
+        """
+        return self._new_ref(name, revision, "branch")
+
+    def tag(self, name: str, revision: str) -> Ref:
+        """Make a tag at a revision; a tag does not move.
+
+        Raises:
+            RefConflictError: the name is taken.
+        """
+        return self._new_ref(name, revision, "tag")
+
+    def reset(self, name: str, revision: str) -> Ref:
+        """Move a branch to a revision. Where it was stays in its reflog.
+
+        Raises:
+            RefConflictError: it is a tag.
+        """
+        ref = self._store.refs.get(name)
+        if ref.kind != "branch":
+            raise RefConflictError(f"{name} is a tag, and tags do not move; remove it and make another", ref=name)
+        commit = self.resolve(revision)
+        self._move(name, commit, ref.commit, ref.kind, f"reset: to {revision}")
+        return Ref(name, "branch", commit)
+
+    def remove_ref(self, name: str) -> Ref:
+        """Remove a branch or tag; its commit stays until gc, and in the reflog."""
+        ref = self._store.refs.get(name)
+        self._move(name, None, ref.commit, ref.kind, "rm")
+        return ref
+
+    def reflog(self, name: str | None = None) -> list[ReflogEntry]:
+        """Every move of a ref, or of all of them, oldest first.
+
+        Raises:
+            NotFoundError: there never was such a ref.
+        """
+        entries = self._store.refs.log(name)
+        if name is not None and not entries:
+            raise NotFoundError(f"no ref was ever called {name}", ref=name)
+        return entries
+
+    # -- contents -----------------------------------------------------------------------------------------------
+
+    def reader(self, revision: str) -> SnapshotReader:
+        """Random access to the files and tensors of a revision."""
+        from mpfs.vfs.reader import SnapshotReader
+
+        return SnapshotReader(self._store, self.snapshot(revision), revision)
+
+    def ls(self, revision: str, path: str = "") -> list[FileEntry]:
+        """The files of a revision at or under `path`.
+
+        Raises:
+            NotFoundError: there are none.
+        """
+        wanted = path.strip("/")
+        files = [
+            FileEntry(file.path, file.size, len(file.tensors) if hasattr(file, "tensors") else None)
+            for file in self.snapshot(revision).files
+            if not wanted or file.path == wanted or file.path.startswith(wanted + "/")
+        ]
+        if wanted and not files:
+            raise NotFoundError(f"{revision} has no file {path}", path=path)
+        return files
+
+    def tensors(self, revision: str) -> dict[str, Tensor]:
+        """Every tensor object (dtype, shape, blocks) of a revision, by name; no block is read."""
+        return {
+            name: self._store.objects.get(Tensor, identity)
+            for name, identity in self.snapshot(revision).tensors.items()
+        }
+
+    def load(self, revision: str) -> dict[str, torch.Tensor]:
+        """All tensors of a revision, on the CPU, with memory of their own."""
+        reader = self.reader(revision)
+        return {name: reader.load_tensor(name) for name in reader.snapshot.tensors}
+
+    def tensor(self, revision: str, name: str) -> torch.Tensor:
+        """One tensor of a revision, on the CPU.
+
+        Raises:
+            NotFoundError: there is no such tensor.
+        """
+        return self.reader(revision).load_tensor(name)
+
+    def checkout(
+        self,
+        revision: str,
+        directory: str | os.PathLike[str],
+        *,
+        shard_size: int | None = None,
+        force: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> CheckoutResult:
+        """Write the files of a revision into a directory, all or nothing.
+
+        Args:
+            revision: what to write.
+            directory: must not exist, or be empty.
+            shard_size: bytes of tensors a file; None: the files as they are in the snapshot, byte for byte.
+            force: replace a directory that is not empty.
+            progress: told bytes done, of all.
+
+        Raises:
+            UsageError: the directory is not empty, or must not be replaced.
+            IntegrityError: a block is damaged; nothing is left in the directory.
+            NoSpaceError: the disk is full; nothing is left in the directory.
+        """
+        from mpfs.vfs.checkout import check_out
+
+        return check_out(
+            self._store,
+            self.snapshot(revision),
+            Path(directory),
+            name=revision,
+            shard_size=shard_size,
+            force=force,
+            progress=progress,
+        )
+
+    # -- upkeep -------------------------------------------------------------------------------------------------
+
+    def stats(self, revision: str | None = None) -> StorageReport:
+        """How much a revision takes, or everything that refs reach."""
+        commits = [self.show(revision)] if revision is not None else self.log(inputs=True)
+        snapshots = {item.commit.snapshot for item in commits}
+        tensors: set[ObjectId] = set()
+        logical = 0
+        for identity in snapshots:
+            snapshot = self._store.objects.get(Snapshot, identity)
+            logical += snapshot.size
+            tensors.update(snapshot.references())
+        sizes: dict[bytes, int] = {}
+        for identity in tensors:
+            sizes.update(self._store.objects.get(Tensor, identity).sized_blocks())
+        stored = sum(self._stored_size(block) for block in sizes)
+        whole = self._store.environment.data_size() if revision is None else None
+        return StorageReport(len(snapshots), len(tensors), logical, sum(sizes.values()), stored, len(sizes), whole)
+
+    def fsck(
+        self, *, read_data: bool = False, subset: float | None = None, progress: ProgressCallback | None = None
+    ) -> FsckReport:
+        """Check the repository's structure, and with `read_data` every block (or a share `subset` of them)."""
+        return check(self._store, read_data=read_data, subset=subset, progress=progress)
+
+    def gc(self, *, dry_run: bool = False, reflog_days: float = 30.0) -> GcResult:
+        """Remove what no ref and no younger reflog entry reaches.
+
+        Raises:
+            LockedError: somebody is writing.
+        """
+        return execute_gc(self._store, now=int(clock.time()), reflog_days=reflog_days, dry_run=dry_run)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _branch_tip(self, name: str) -> ObjectId | None:
+        from mpfs.store import check_ref_name
+
+        ref = self._store.refs.find(check_ref_name(name))
+        if ref is not None and ref.kind != "branch":
+            raise RefConflictError(f"{name} is a tag, and tags do not move; choose a branch", ref=name)
+        return None if ref is None else ref.commit
+
+    def _new_ref(self, name: str, revision: str, kind: Literal["branch", "tag"]) -> Ref:
+        commit = self.resolve(revision)
+        self._move(name, commit, None, kind, f"{kind}: at {revision}")
+        return Ref(name, kind, commit)
+
+    def _move(
+        self, name: str, commit: ObjectId | None, expected: ObjectId | None, kind: Literal["branch", "tag"], reason: str
+    ) -> None:
+        self._store.move_ref(
+            name, commit, expected=expected, kind=kind, time=int(clock.time()), author=self._author, reason=reason
+        )
+
+    def _model(self, name: str, folder: Path | None) -> Any:
+        from mpfs.merge.inputs import Model, ModelTensor
+
+        commit = self._commit_of_model(name, folder)
+        snapshot_id = self._store.objects.get(Commit, commit).snapshot
+        snapshot = self._store.objects.get(Snapshot, snapshot_id)
+        tensors = {
+            key: ModelTensor(identity, self._store.objects.get(Tensor, identity))
+            for key, identity in snapshot.tensors.items()
+        }
+        return Model(ModelRef(name, commit, snapshot_id), tensors)
+
+    def _commit_of_model(self, name: str, folder: Path | None) -> ObjectId:
+        try:
+            return self.resolve(name)
+        except NotFoundError as error:
+            candidates = [Path(name)] if folder is None else [Path(name), folder / name]
+            for path in candidates:
+                if path.exists():
+                    return self.import_checkpoint(path, _imported_ref(path)).commit
+            raise NotFoundError(f"model {name}: {error.message}, and there is no such path", model=name) from error
+
+    def _check_plan(self, plan: Plan) -> None:
+        if plan.block_size != self.info.block_size:
+            raise UsageError(
+                f"the plan was made for blocks of {plan.block_size:,} bytes, this repository has {self.info.block_size:,}"
+            )
+        for model in plan.models:
+            commit = self._store.objects.get(Commit, model.commit)
+            if commit.snapshot != model.snapshot:
+                raise IntegrityError(f"the plan's model {model.name} is not what commit {model.commit[:12]} holds")
+
+    def _plans_starting_with(self, prefix: str) -> list[ObjectId]:
+        if len(prefix) < 4 or any(digit not in "0123456789abcdef" for digit in prefix):
+            return []
+        return self._store.objects.ids(Plan, prefix)
+
+    def _measure(self, plan: Plan) -> float:
+        from mpfs.merge.fidelity import measure_fidelity
+        from mpfs.merge.recipe import recipe_from_mapping
+
+        recipe = recipe_from_mapping(plan.recipe)
+        full = self._replan(plan, recipe)
+        return measure_fidelity(plan, full, self._store)
+
+    def _replan(self, plan: Plan, recipe: Recipe) -> Plan:
+        """The same merge, of the same commits, without a budget."""
+        from mpfs.merge.compile import compile_plan
+        from mpfs.merge.inputs import Model, fit
+        from mpfs.merge.operators import get_operator
+
+        models = [Model(model, self._model(model.commit, None).tensors) for model in plan.models]
+        operator = get_operator(plan.method)
+        return compile_plan(
+            recipe,
+            models,
+            fit(recipe, models, operator, "base"),
+            operator,
+            self._store.blocks,
+            block_size=plan.block_size,
+            budget=Budget(),
+            seed=plan.seed,
+        )
+
+    def _stored_size(self, block: bytes) -> int:
+        info = self._store.blocks.info(block)
+        if info is None:
+            raise IntegrityError(f"block {block.hex()} is missing from the store", block=block.hex())
+        return info.stored_size
+
+
+def open_repository(path: str | os.PathLike[str], create: bool = False, *, author: str | None = None) -> Repository:
+    """Open a repository; with `create`, make it if there is none.
+
+    Raises:
+        NotARepositoryError: there is none, and `create` is False.
+    """
+    directory = Path(path)
+    if create and not (directory / "config.json").exists() and not (directory / REPOSITORY_NAME).is_dir():
+        return Repository.create(directory, author=author)
+    return Repository.open(directory, author=author)
+
+
+def _recipe(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
+    from mpfs.merge.recipe import load_recipe, recipe_from_mapping
+
+    if isinstance(recipe, Mapping):
+        return recipe_from_mapping(recipe)
+    return load_recipe(Path(recipe))
+
+
+def _inputs(plan: Plan) -> tuple[Input, ...]:
+    return tuple(
+        Input("base" if index == plan.base else "expert", model.name, model.commit)
+        for index, model in enumerate(plan.models)
+    )
+
+
+def _merge_message(plan: Plan) -> str:
+    experts = [model.name for index, model in enumerate(plan.models) if index != plan.base]
+    base = "" if plan.base is None else f" into {plan.models[plan.base].name}"
+    limit = {
+        "none": "",
+        "bytes": f", budget {int(plan.budget.value):,} bytes",
+        "percent": f", budget {plan.budget.value:g}%",
+        "fidelity": f", fidelity {plan.budget.value:g}",
+    }[plan.budget.kind]
+    return f"Merge {', '.join(experts)}{base} ({plan.method}{limit})"
+
+
+def _imported_ref(path: Path) -> str:
+    stem = path.resolve().name
+    clean = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in stem)
+    return "imported/" + (clean.strip(".-").replace("..", "-") or "model")
+
+
+def _login_name() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return f"uid {os.getuid()}"
