@@ -1,6 +1,8 @@
 """The store: blocks, objects and refs in one LMDB environment, with transactions, locks, gc and fsck."""
 
 from mpfs.store.blocks import BlockInfo, BlockReader, stats_key
+from mpfs.store.fsck import FsckReport, Problem, check
+from mpfs.store.gc import GcPlan, GcResult, execute_gc, plan_gc
 from mpfs.store.objects import ObjectReader
 from mpfs.store.refs import Ref, ReflogEntry, RefReader, check_ref_name
 from mpfs.store.reuse import ReuseTable, reuse_key
@@ -11,7 +13,11 @@ __all__ = [
     "DEFAULT_BLOCK_SIZE",
     "BlockInfo",
     "BlockReader",
+    "FsckReport",
+    "GcPlan",
+    "GcResult",
     "ObjectReader",
+    "Problem",
     "Ref",
     "RefMove",
     "RefReader",
@@ -22,7 +28,10 @@ __all__ = [
     "StoreInfo",
     "WriteFigures",
     "Writer",
+    "check",
     "check_ref_name",
+    "execute_gc",
+    "plan_gc",
     "reuse_key",
     "stats_key",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,14 +89,15 @@ class BlockReader:
             return bytes(payload)
 
     def prefetch(self, blocks: Sequence[BlockId]) -> None:
-        """Start reading these blocks from the disk, as far as their places are known."""
+        """Start reading these blocks from the disk, as far as their places are known. Never fails for a bad hint."""
         with self._environment.read() as txn:
             for block in blocks:
                 record = txn.get("block_info", block)
                 if record is not None:
-                    info = BlockInfo.unpack(record)
-                    if info.offset is not None:
-                        self._environment.prefetch(info.offset, info.stored_size)
+                    with suppress(ValueError, OSError, OverflowError):
+                        info = BlockInfo.unpack(record)
+                        if info.offset is not None:
+                            self._environment.prefetch(info.offset, info.stored_size)
 
     def info(self, block: BlockId) -> BlockInfo | None:
         """What is known of a block, None if it is not there."""

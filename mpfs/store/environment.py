@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -41,6 +42,9 @@ DATABASES = (
 """The named databases; docs/format.md gives their keys and values."""
 
 _MAX_READERS = 510
+_MIN_FREE = 1 << 20
+"""Bytes; a disk with less than this free is full."""
+
 _registry: dict[str, Environment] = {}
 _registry_lock = threading.Lock()
 
@@ -95,8 +99,9 @@ class Environment:
                 return
             if _registry.get(str(self.path)) is self:
                 del _registry[str(self.path)]
-        self._env.close()
-        os.close(self._fd)
+            # Still under the lock: LMDB must not see the path opened again before it is closed.
+            self._env.close()
+            os.close(self._fd)
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -104,8 +109,11 @@ class Environment:
 
         Values come back as buffers into the map, valid until the transaction ends.
         """
-        with self._transaction(write=False) as txn:
-            yield txn
+        try:
+            with self._transaction(write=False) as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise self.translate(error) from error
 
     @contextmanager
     def write(self, needed: int = 0) -> Iterator[Transaction]:
@@ -153,6 +161,22 @@ class Environment:
             self._map_start = None
             self._pid = os.getpid()
 
+    def batches(
+        self, database: str, count: int = 1024, *, values: bool = True
+    ) -> Iterator[tuple[Transaction, list[tuple[bytes, memoryview]]]]:
+        """A whole database in key order, `count` pairs at a time, each batch in a read transaction of its own.
+
+        What is put in or removed meanwhile may be seen or not; the rest is seen once.
+        """
+        after: bytes | None = None
+        while True:
+            with self.read() as txn:
+                batch = list(islice(txn.scan(database, values=values, after=after), count))
+                if not batch:
+                    return
+                yield txn, batch
+                after = batch[-1][0]
+
     def file_offset(self, address: int) -> int | None:
         """Where in data.mdb the byte at a memory address of the map lies; None where that cannot be told."""
         if self._map_start is None:
@@ -180,8 +204,10 @@ class Environment:
                 map_size=self.map_size,
             )
         text = str(error)
-        if os.strerror(errno.ENOSPC) in text or os.strerror(errno.EDQUOT) in text:
-            free = shutil.disk_usage(self.path).free
+        free = shutil.disk_usage(self.path).free
+        no_space = any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+        # LMDB reports a write that the file system cut short, for want of room, as an I/O error.
+        if no_space or (os.strerror(errno.EIO) in text and free < needed + _MIN_FREE):
             return NoSpaceError(
                 f"{where}: the disk is full: about {needed:,} bytes are needed, {free:,} are free; "
                 "nothing was published and the repository is as it was",
@@ -211,6 +237,11 @@ class Transaction:
         with self._txn.cursor(self._databases[database]) as cursor:
             return bool(cursor.set_key(key))
 
+    def size(self, database: str, key: bytes) -> int | None:
+        """Length of the value in bytes, without touching its pages; None if the key is not there."""
+        with self._txn.cursor(self._databases[database]) as cursor:
+            return len(cursor.value()) if cursor.set_key(key) else None
+
     def put(self, database: str, key: bytes, value: bytes | memoryview) -> None:
         """Insert or replace."""
         self._txn.put(key, value, db=self._databases[database])
@@ -219,10 +250,16 @@ class Transaction:
         """Remove a key; whether it was there."""
         return self._txn.delete(key, db=self._databases[database])
 
-    def scan(self, database: str, prefix: bytes = b"", *, values: bool = True) -> Iterator[tuple[bytes, memoryview]]:
-        """All pairs whose key starts with `prefix`, in key order (with `values=False`, values are empty)."""
+    def scan(
+        self, database: str, prefix: bytes = b"", *, values: bool = True, after: bytes | None = None
+    ) -> Iterator[tuple[bytes, memoryview]]:
+        """All pairs whose key starts with `prefix`, in key order (with `values=False`, values are empty).
+
+        With `after`, only the keys greater than that one: so that a long scan can be cut into short transactions.
+        """
         with self._txn.cursor(self._databases[database]) as cursor:
-            found = cursor.set_range(prefix) if prefix else cursor.first()
+            start = prefix if after is None else max(prefix, after + b"\0")
+            found = cursor.set_range(start) if start else cursor.first()
             while found:
                 key = bytes(cursor.key())
                 if not key.startswith(prefix):
@@ -242,6 +279,17 @@ class Transaction:
     def count(self, database: str) -> int:
         """Number of keys."""
         return int(self._txn.stat(self._databases[database])["entries"])
+
+
+def _renew_locks() -> None:
+    """After a fork: whichever thread held one of these does not exist in the child."""
+    global _registry_lock
+    _registry_lock = threading.Lock()
+    for environment in _registry.values():
+        environment._active_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _mapping_start(path: Path) -> int:

@@ -14,6 +14,9 @@ _NETWORK_TYPES = re.compile(
     r"|fuse\.(sshfs|s3fs|gcsfuse|rclone|glusterfs|ceph|juicefs|goofys|davfs2?))"
 )
 
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""How mountinfo writes white space and backslashes in a path."""
+
 _RESERVE = 16 << 20
 """Bytes that must stay free, for LMDB's own pages and the file system's book-keeping."""
 
@@ -29,7 +32,7 @@ def file_system_type(path: Path) -> str:
     best, kind = "", ""
     for line in lines:
         left, _, right = line.partition(" - ")
-        mount_point = left.split()[4].encode().decode("unicode_escape")
+        mount_point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), left.split()[4])
         inside = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
         if inside and len(mount_point) >= len(best):
             best, kind = mount_point, right.split()[0]

@@ -28,7 +28,11 @@ def repository_lock(path: Path, *, exclusive: bool, timeout: float = 10.0) -> It
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         _acquire(fd, path, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, timeout)
-        yield
+        try:
+            yield
+        finally:
+            # A process forked meanwhile shares the open file: closing it here would not end the lock.
+            fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 

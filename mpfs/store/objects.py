@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 
 from mpfs.errors import IntegrityError, NotFoundError
 from mpfs.objects import Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
+from mpfs.objects.ids import is_object_id
 from mpfs.store.environment import Environment, Transaction
 
 
@@ -49,15 +50,19 @@ class ObjectReader:
             IntegrityError: its bytes are not what its id says.
         """
         name = kind.__name__.lower()
-        with self._environment.read() as txn:
-            view = txn.get(DATABASE_OF[kind], bytes.fromhex(identity))
-            data = None if view is None else bytes(view)
+        data = None
+        if is_object_id(identity):
+            with self._environment.read() as txn:
+                view = txn.get(DATABASE_OF[kind], bytes.fromhex(identity))
+                data = None if view is None else bytes(view)
         if data is None:
             raise NotFoundError(f"no {name} {identity}", id=identity)
         return decode_object(kind, identity, data)
 
     def ids(self, kind: type, prefix: str = "") -> list[ObjectId]:
         """The ids of all objects of a kind that start with the hex digits `prefix`."""
+        if not all(character in "0123456789abcdef" for character in prefix):
+            return []
         even = prefix[: len(prefix) // 2 * 2]
         with self._environment.read() as txn:
             found = [key.hex() for key, _ in txn.scan(DATABASE_OF[kind], bytes.fromhex(even), values=False)]

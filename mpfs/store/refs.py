@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from mpfs.errors import NotFoundError, RefConflictError, UsageError
+from mpfs.errors import IntegrityError, NotFoundError, RefConflictError, UsageError
 from mpfs.objects import ObjectId
 from mpfs.objects.encoding import decode, encode
+from mpfs.objects.ids import is_object_id
 from mpfs.store.environment import Environment, Transaction
 
 RefKind: TypeAlias = Literal["branch", "tag"]
@@ -60,7 +61,7 @@ def check_ref_name(name: str) -> str:
 def get_ref(txn: Transaction, name: str) -> Ref | None:
     """The ref called `name`, if there is one."""
     value = txn.get("refs", name.encode())
-    return None if value is None else _decode(name, bytes(value))
+    return None if value is None else decode_ref(name.encode(), bytes(value))
 
 
 def set_ref(
@@ -78,6 +79,7 @@ def set_ref(
 
     Raises:
         RefConflictError: it is not at `expected`, is of another kind, or its name collides with another ref's.
+        NotFoundError: there is no such commit, or no such ref to remove.
     """
     key = check_ref_name(name).encode()
     current = get_ref(txn, name)
@@ -93,6 +95,10 @@ def set_ref(
         )
     if current is not None and current.kind != kind:
         raise RefConflictError(f"{name} is a {current.kind}, not a {kind}", ref=name)
+    if commit is None and current is None:
+        raise NotFoundError(f"no ref {name}", ref=name)
+    if commit is not None and not (is_object_id(commit) and txn.contains("commits", bytes.fromhex(commit))):
+        raise NotFoundError(f"ref {name} cannot point to {commit}: there is no such commit", id=commit)
     if commit is None:
         txn.delete("refs", key)
     else:
@@ -153,7 +159,7 @@ class RefReader:
     def all(self) -> list[Ref]:
         """Every ref, by name."""
         with self._environment.read() as txn:
-            return [_decode(key.decode(), bytes(value)) for key, value in txn.scan("refs")]
+            return [decode_ref(key, bytes(value)) for key, value in txn.scan("refs")]
 
     def log(self, name: str | None = None) -> list[ReflogEntry]:
         """Every logged move of one ref, or of all, oldest first."""
@@ -163,10 +169,20 @@ class RefReader:
 
 def _scan_log(txn: Transaction, prefix: bytes) -> Iterator[ReflogEntry]:
     for key, data in txn.scan("reflog", prefix):
-        name, _, sequence = key.partition(b"\0")
-        value = decode(bytes(data), "reflog")
-        yield ReflogEntry(
-            name.decode(),
+        yield decode_reflog_entry(key, bytes(data))
+
+
+def decode_reflog_entry(key: bytes, data: bytes) -> ReflogEntry:
+    """Read a reflog record.
+
+    Raises:
+        IntegrityError: it is not one.
+    """
+    name, separator, sequence = key.partition(b"\0")
+    try:
+        value = decode(data, "reflog")
+        entry = ReflogEntry(
+            check_ref_name(name.decode()),
             int.from_bytes(sequence, "big"),
             value["old"],
             value["new"],
@@ -174,8 +190,26 @@ def _scan_log(txn: Transaction, prefix: bytes) -> Iterator[ReflogEntry]:
             value["author"],
             value["reason"],
         )
+        commits_are_ids = all(id_ is None or is_object_id(id_) for id_ in (entry.old, entry.new))
+    except (ValueError, KeyError, TypeError, UsageError) as error:
+        raise IntegrityError(f"reflog entry {key!r} is damaged: {error}") from error
+    if not separator or len(sequence) != 8 or not commits_are_ids or not isinstance(entry.time, int):
+        raise IntegrityError(f"reflog entry {key!r} is damaged")
+    return entry
 
 
-def _decode(name: str, value: bytes) -> Ref:
+def decode_ref(key: bytes, value: bytes) -> Ref:
+    """Read a ref's record.
+
+    Raises:
+        IntegrityError: it is not one.
+    """
     kinds = {code: kind for kind, code in _KINDS.items()}
-    return Ref(name, kinds[value[:1]], value[1:].hex())
+    try:
+        name = check_ref_name(key.decode())
+        kind = kinds[value[:1]]
+    except (ValueError, KeyError, UsageError) as error:
+        raise IntegrityError(f"ref {key!r} is damaged: {error}") from error
+    if len(value) != 33:
+        raise IntegrityError(f"ref {name} is damaged: its record has {len(value)} bytes, not 33", ref=name)
+    return Ref(name, kind, value[1:].hex())

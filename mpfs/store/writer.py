@@ -14,6 +14,7 @@ from types import TracebackType
 
 from mpfs.errors import IntegrityError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
+from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
 from mpfs.store.blocks import RAW, BlockInfo, payload_offset, stats_key
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.objects import put_object
@@ -72,6 +73,8 @@ class Writer:
         self._batch_bytes = batch_bytes
         self._pending = _Batch()
         self._lock = threading.Lock()
+        self._submit_lock = threading.Lock()
+        self._failure: BaseException | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="mpfs-writer")
         self._in_flight: Future[None] | None = None
         self._unplaced: list[BlockId] = []
@@ -97,17 +100,23 @@ class Writer:
             self._pending.nbytes += len(staged.data)
             full = self._pending.nbytes >= self._batch_bytes
         if full:
-            self._submit()
+            self._submit(self._batch_bytes)
 
     def put_reuse(self, key: bytes, value: bytes) -> None:
         """Remember a result under the digest of its inputs, in the same transaction as the blocks staged with it."""
         with self._lock:
             self._pending.reuse.append((key, value))
+            self._pending.nbytes += len(key) + len(value)
 
     def flush(self) -> None:
-        """Make everything staged so far durable."""
-        self._submit()
-        self._wait()
+        """Make everything staged so far durable.
+
+        Raises:
+            IntegrityError, NoSpaceError: this or an earlier batch could not be written; the writer is of no more use.
+        """
+        with self._submit_lock:
+            self._submit_pending()
+            self._wait()
 
     def publish(
         self,
@@ -126,16 +135,21 @@ class Writer:
         Raises:
             RefConflictError: the ref is not where it was expected; nothing is published.
             NoSpaceError: there was no room; nothing is published.
+            IntegrityError: something that the commit refers to is not in the store; nothing is published.
         """
         self.flush()
-        objects = [tensor.encode() for tensor in tensors]
-        with self._environment.write(needed=sum(map(len, objects)) + (1 << 20)) as txn:
+        tensors = list(tensors)
+        # Half of a tensor's object is its block ids in hex.
+        needed = sum(2 * BLOCK_ID_SIZE * len(tensor.blocks) for tensor in tensors) + (1 << 20)
+        with self._environment.write(needed) as txn:
             self._place(txn)
             for tensor in tensors:
+                _require_blocks(txn, tensor)
                 put_object(txn, tensor)
             put_object(txn, snapshot)
             if plan is not None:
                 put_object(txn, plan)
+            _require_references(txn, snapshot, commit)
             identity = put_object(txn, commit)
             if run is not None:
                 record = put_object(txn, run(identity))
@@ -152,7 +166,13 @@ class Writer:
             )
         return identity
 
-    def _submit(self) -> None:
+    def _submit(self, at_least: int) -> None:
+        with self._submit_lock:
+            # Another thread may have sent the batch on meanwhile.
+            if self._pending.nbytes >= at_least:
+                self._submit_pending()
+
+    def _submit_pending(self) -> None:
         self._wait()
         with self._lock:
             batch, self._pending = self._pending, _Batch()
@@ -160,9 +180,16 @@ class Writer:
             self._in_flight = self._executor.submit(self._write, batch)
 
     def _wait(self) -> None:
+        # After one failed batch nothing of this writer may be published, whoever caught the first error.
+        if self._failure is not None:
+            raise self._failure
         if self._in_flight is not None:
             future, self._in_flight = self._in_flight, None
-            future.result()
+            try:
+                future.result()
+            except BaseException as error:
+                self._failure = error
+                raise
 
     def _write(self, batch: _Batch) -> None:
         figures = WriteFigures()
@@ -201,6 +228,34 @@ def record_offsets(environment: Environment, txn: Transaction, blocks: Sequence[
             txn.put("block_info", block, BlockInfo(info.codec, info.raw_size, info.stored_size, offset).pack())
 
 
+def _require_blocks(txn: Transaction, tensor: Tensor) -> None:
+    """A tensor may rest on blocks that were staged long ago, and that somebody has removed since."""
+    for index, (block, size) in enumerate(tensor.sized_blocks()):
+        record = txn.get("block_info", block)
+        key = stats_key(block, tensor.dtype, tensor.block_start(index))
+        if record is None or BlockInfo.unpack(record).raw_size != size or not txn.contains("stats", key):
+            raise IntegrityError(
+                f"nothing was published: block {block.hex()} ({size:,} bytes, block {index} of a {tensor.dtype} "
+                f"{list(tensor.shape)} tensor) was not staged, or not with its statistics for that place",
+                block=block.hex(),
+            )
+
+
+def _require_references(txn: Transaction, snapshot: Snapshot, commit: Commit) -> None:
+    """Nothing is published that refers to what is not there (any more)."""
+    needed = [("snapshots", commit.snapshot), *(("tensors", tensor) for tensor in snapshot.references())]
+    needed += [("commits", parent) for parent in commit.parents]
+    needed += [("commits", item.commit) for item in commit.inputs]
+    if commit.plan is not None:
+        needed.append(("plans", commit.plan))
+    for database, identity in needed:
+        if not (is_object_id(identity) and txn.contains(database, bytes.fromhex(identity))):
+            raise IntegrityError(
+                f"nothing was published: the commit needs {database[:-1]} {identity}, which is not in the store",
+                id=identity,
+            )
+
+
 def _put_block(txn: Transaction, staged: StagedBlock) -> bool:
     """Insert a block unless it is there; whether it was new."""
     existing = txn.get("blocks", staged.block)
@@ -216,5 +271,7 @@ def _put_block(txn: Transaction, staged: StagedBlock) -> bool:
             "run 'mpfs fsck --read-data'",
             block=staged.block.hex(),
         )
+    elif not txn.contains("block_info", staged.block):
+        txn.put("block_info", staged.block, BlockInfo(RAW, len(staged.data), len(staged.data), None).pack())
     txn.put("stats", stats_key(staged.block, staged.dtype, staged.first_element), staged.stats)
     return new
