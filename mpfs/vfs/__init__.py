@@ -1,0 +1,44 @@
+"""The file system view: a snapshot as the bytes of its files. Readers, checkout, fsspec.
+
+`mpfs.vfs.fsspec` is imported by fsspec itself, by its entry point, and not from here.
+"""
+
+from mpfs.vfs.checkout import (
+    CheckoutPlan,
+    CheckoutResult,
+    PlannedFile,
+    check_out,
+    execute,
+    plan_checkout,
+)
+from mpfs.vfs.layout import (
+    DEFAULT_SHARD_SIZE,
+    INDEX_PATH,
+    FileLayout,
+    Segment,
+    Synthesis,
+    SynthesisedFile,
+    shard,
+    synthesise_files,
+)
+from mpfs.vfs.reader import FileReader, SnapshotReader, load_tensor
+
+__all__ = [
+    "DEFAULT_SHARD_SIZE",
+    "INDEX_PATH",
+    "CheckoutPlan",
+    "CheckoutResult",
+    "FileLayout",
+    "FileReader",
+    "PlannedFile",
+    "Segment",
+    "SnapshotReader",
+    "Synthesis",
+    "SynthesisedFile",
+    "check_out",
+    "execute",
+    "load_tensor",
+    "plan_checkout",
+    "shard",
+    "synthesise_files",
+]

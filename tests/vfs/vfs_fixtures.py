@@ -1,0 +1,58 @@
+"""Fixtures of the tests beside this file, which name it in `pytest_plugins`.
+
+Not a conftest.py, of which mypy allows only one without packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from vfs_cases import BLOCK_SIZE, MAP_SIZE, Builder, Staged, sample_files
+
+from mpfs.objects import BlockId
+from mpfs.store import Store
+from mpfs.vfs.fsspec import MPFSFileSystem
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """An empty repository with small blocks."""
+    store = Store.create(tmp_path / "repo", block_size=BLOCK_SIZE, map_size=MAP_SIZE)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def builder(store: Store) -> Builder:
+    """Publishes into `store`."""
+    return Builder(store)
+
+
+@pytest.fixture
+def staged(builder: Builder) -> Staged:
+    """The sample checkpoint, as `main`."""
+    return builder.publish(sample_files())
+
+
+@pytest.fixture
+def damage(store: Store) -> Callable[[BlockId], None]:
+    """Flip a bit of a block's payload where it lies."""
+
+    def flip(block: BlockId) -> None:
+        with store.environment.write() as txn:
+            payload = txn.get("blocks", block)
+            assert payload is not None
+            data = bytearray(payload)
+            data[len(data) // 2] ^= 1
+            txn.put("blocks", block, bytes(data))
+
+    return flip
+
+
+@pytest.fixture(autouse=True)
+def _forget_file_systems() -> Iterator[None]:
+    """fsspec keeps instances, and they keep repositories open."""
+    yield
+    MPFSFileSystem.clear_instance_cache()
