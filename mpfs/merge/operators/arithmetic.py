@@ -34,6 +34,19 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return (x.to(wide) * torch.tensor(factor, dtype=wide, device=x.device)).to(x.dtype)
 
 
+def difference(expert: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """expert - base, rounded once to their dtype; zero wherever they are equal, be it at infinity."""
+    delta = expert - base
+    if bool(torch.isnan(delta).any()):
+        delta = torch.where(expert == base, delta.new_zeros(()), delta)
+    return delta
+
+
+def moved(base: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    """base + change, rounded once to their dtype; where the change is zero the base's own bits, so also its -0."""
+    return torch.where(change == 0, base, base + change)
+
+
 def quotient(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     """x / divisor (of x's dtype; of x's shape, or a scalar), rounded once to x's dtype."""
     wide = accumulator(x.dtype)

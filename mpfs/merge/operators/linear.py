@@ -9,6 +9,7 @@ import torch
 from mpfs.errors import BadInputError
 from mpfs.merge.operators.arithmetic import accumulator, fused_multiply_add, sum_weights
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.values import problems, value_of
 
 
@@ -45,21 +46,28 @@ class Linear(Operator):
             BadInputError: the weights sum to zero and the result is to be normalised.
             ValueError: an expert is not read and there is no base to stand in for it, or there are no experts.
         """
-        wide = accumulator(context.dtype)
-        weights = self._weights(parameters)
         inputs = [column.base if expert is None else expert for expert in column.experts]
         present = [values for values in inputs if values is not None]
         if not inputs or len(present) < len(inputs):
             raise ValueError(f"{context.name}: a model is missing at {column.start}, and there is no base to stand in")
-        total = torch.zeros_like(present[0], dtype=wide)
-        for values, weight in zip(present, weights, strict=True):
-            total = fused_multiply_add(values, weight, total)
+        wide = accumulator(context.dtype)
+        weights = self._weights(parameters)
+        divisor: float | None = None
         if self._normalize(parameters):
             divisor = sum_weights(weights, wide)
             if divisor == 0:
                 raise BadInputError(f"{context.name}: {_ZERO_SUM}", tensor=context.name)
-            total /= torch.tensor(divisor, dtype=wide, device=total.device)
-        return total.to(context.dtype)
+
+        def mean(piece: Column) -> torch.Tensor:
+            models = [values for values in piece.experts if values is not None]
+            total = torch.zeros_like(models[0], dtype=wide)
+            for values, weight in zip(models, weights, strict=True):
+                total = fused_multiply_add(values, weight, total)
+            if divisor is not None:
+                total /= torch.tensor(divisor, dtype=wide, device=total.device)
+            return total.to(context.dtype)
+
+        return by_piece(Column(column.start, None, present), present[0], mean)
 
     def _weights(self, parameters: Parameters) -> list[float]:
         return [float(value_of(self.parameters, values, "weight")) for values in parameters.experts]

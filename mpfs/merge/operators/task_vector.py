@@ -5,6 +5,10 @@ weight (itself rounded to the dtype); sum over experts (`sum_experts`), of those
 sign where the method elects one; divide by the sum of their weights if `normalize`; times `lambda`; add to the base.
 At full budget task_arithmetic and ties give mergekit 0.1.5's bits (for ties up to which of equal magnitudes are kept:
 here the lowest indices); the dare methods give its distribution, and its bits for the same mask and norms.
+
+Two things are MPFS's own, so that a merge does not depend on where blocks end: a block in which no expert differs from
+the base is the base's block, so an element that nothing changes keeps the base's bits (mergekit turns -0 into 0), and
+where an expert equals the base the delta is zero even at infinity (mergekit gives NaN).
 """
 
 from __future__ import annotations
@@ -16,7 +20,16 @@ from typing import ClassVar, Literal, cast
 import numpy as np
 import torch
 
-from mpfs.merge.operators.arithmetic import accumulator, quotient, rounded, scaled, sum_experts, sum_weights
+from mpfs.merge.operators.arithmetic import (
+    accumulator,
+    difference,
+    moved,
+    quotient,
+    rounded,
+    scaled,
+    sum_experts,
+    sum_weights,
+)
 from mpfs.merge.operators.base import (
     Column,
     LeftOut,
@@ -36,6 +49,7 @@ from mpfs.merge.operators.magnitude import (
     magnitude,
     patterns,
 )
+from mpfs.merge.operators.pieces import by_piece, pieces
 from mpfs.merge.operators.values import problems, value_of
 from mpfs.merge.random import bernoulli, stream_key
 from mpfs.stats.lanesum import LaneSum
@@ -67,6 +81,13 @@ class TaskVectorOperator(Operator):
         Raises:
             ValueError: the column has no base.
         """
+        return by_piece(
+            column, _base_of(context, column), lambda piece: self._merge(context, parameters, prepared, piece)
+        )
+
+    def _merge(
+        self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column
+    ) -> torch.Tensor:
         base = _base_of(context, column)
         weights = [
             rounded(float(value_of(self.parameters, values, "weight")), context.dtype) for values in parameters.experts
@@ -76,7 +97,7 @@ class TaskVectorOperator(Operator):
             if expert is None:
                 terms.append(None)
                 continue
-            sparse = self.sparsify(context, parameters, prepared, i, column.start, expert - base)
+            sparse = self.sparsify(context, parameters, prepared, i, column.start, difference(expert, base))
             terms.append(scaled(sparse, weight))
         if not terms:
             return base
@@ -91,7 +112,7 @@ class TaskVectorOperator(Operator):
         factor = float(value_of(self.parameters, parameters.shared, "lambda"))
         if factor != 1:
             mixed = scaled(mixed, factor)
-        return base + mixed
+        return moved(base, mixed)
 
     @abstractmethod
     def sparsify(
@@ -113,6 +134,11 @@ def _base_of(context: TensorContext, column: Column) -> torch.Tensor:
     if column.base is None:
         raise ValueError(f"{context.name}: the column at {column.start} has no base")
     return column.base
+
+
+def _all_pieces(context: TensorContext, columns: Callable[[], Iterator[Column]]) -> Iterator[Column]:
+    for column in columns():
+        yield from pieces(column, _base_of(context, column).numel())
 
 
 def _agreeing(
@@ -201,13 +227,13 @@ class Ties(TaskVectorOperator):
         """
 
         def source(wanted: Set[int]) -> Iterator[tuple[int, Sequence[Patterns | None]]]:
-            for column in columns():
-                base = _base_of(context, column)
+            for piece in _all_pieces(context, columns):
+                base = _base_of(context, piece)
                 yield (
-                    column.start,
+                    piece.start,
                     [
-                        None if expert is None or i not in wanted else patterns(expert - base).cpu().numpy()
-                        for i, expert in enumerate(column.experts)
+                        None if expert is None or i not in wanted else patterns(difference(expert, base)).cpu().numpy()
+                        for i, expert in enumerate(piece.experts)
                     ],
                 )
 
@@ -260,6 +286,7 @@ class DareLinear(TaskVectorOperator):
     """
 
     name: ClassVar[str] = "dare_linear"
+    draws: ClassVar[bool] = True
     parameters: ClassVar[tuple[Parameter, ...]] = (
         _WEIGHT,
         _DENSITY,
@@ -283,16 +310,16 @@ class DareLinear(TaskVectorOperator):
         if not sums or not value_of(self.parameters, parameters.shared, "rescale"):
             return {"factor": factors}
         wide = accumulator(context.dtype)
-        for column in columns():
-            base = _base_of(context, column)
+        for piece in _all_pieces(context, columns):
+            base = _base_of(context, piece)
             for i, (full, masked) in sums.items():
-                expert = column.experts[i]
+                expert = piece.experts[i]
                 if expert is None:
                     continue
-                size = (expert - base).abs().to(wide).cpu().numpy()
-                mask = bernoulli(self._key(context, i), column.start, len(size), densities[i])
-                full.add(size, column.start)
-                masked.add(np.where(mask, size, size.dtype.type(0)), column.start)
+                size = difference(expert, base).abs().to(wide).cpu().numpy()
+                mask = bernoulli(self._key(context, i), piece.start, len(size), densities[i])
+                full.add(size, piece.start)
+                masked.add(np.where(mask, size, size.dtype.type(0)), piece.start)
         work = torch.bfloat16 if context.dtype == torch.bfloat16 else wide
         for i, (full, masked) in sums.items():
             before, after = rounded(full.total(), work), rounded(masked.total(), work)
