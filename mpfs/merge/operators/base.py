@@ -88,13 +88,21 @@ class Operator(ABC):
     """A merge method. Stateless: everything that varies comes in as an argument.
 
     `interaction` tells the planner how experts combine within a column: "additive" when each expert's block is worth
-    reading by itself, "column" when a half-read column misleads (sign election).
+    reading by itself, "column" when a half-read column misleads (sign election). `draws` says that results depend on
+    the seed, the tensor's name and the experts' keys. `version` goes up whenever the same inputs give other results,
+    so that nothing stale is reused.
     """
 
     name: ClassVar[str]
     parameters: ClassVar[tuple[Parameter, ...]]
     needs_base: ClassVar[bool] = True
     interaction: ClassVar[Literal["additive", "column"]] = "additive"
+    draws: ClassVar[bool] = False
+    version: ClassVar[int] = 1
+
+    def keeps_base(self, parameters: Parameters) -> bool:
+        """Whether a column in which no expert differs from the base comes out as the base, bit for bit."""
+        return self.needs_base
 
     def validate(self, parameters: Parameters) -> list[str]:
         """What is wrong with these values, a sentence each; empty if nothing is.
