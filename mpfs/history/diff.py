@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -12,11 +12,16 @@ import numpy as np
 from mpfs.objects import BlobFile, BlockId, ObjectId, Snapshot, Tensor
 from mpfs.objects.dtypes import BITS, MERGEABLE
 from mpfs.objects.encoding import Json
+from mpfs.objects.progress import Progress
 from mpfs.stats import as_bits, decode, delta_summary
+from mpfs.stats.decode import Bits
 from mpfs.stats.stored import block_records
 from mpfs.store import BlockReader, ObjectReader
 
 Status: TypeAlias = Literal["identical", "changed", "added", "removed", "reshaped", "retyped"]
+_PIECE = 1 << 20
+"""Elements that are decoded at a time."""
+
 STATUSES: tuple[Status, ...] = ("identical", "changed", "added", "removed", "reshaped", "retyped")
 
 
@@ -101,7 +106,7 @@ def diff_snapshots(
     blocks: BlockReader,
     *,
     exact: bool = False,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Diff:
     """Compare two snapshots.
 
@@ -115,10 +120,11 @@ def diff_snapshots(
         IntegrityError: something that a snapshot refers to is missing or damaged.
     """
     names = sorted(set(a.tensors) | set(b.tensors))
+    owners = _names(a), _names(b)
     result = []
     for done, name in enumerate(names):
         first, second = a.tensors.get(name), b.tensors.get(name)
-        result.append(_diff_tensor(name, first, second, (a, b), objects, blocks, exact))
+        result.append(_diff_tensor(name, first, second, owners, objects, blocks, exact))
         if progress is not None:
             progress(done + 1, len(names))
     before, after = _blobs(a), _blobs(b)
@@ -134,7 +140,7 @@ def _diff_tensor(
     name: str,
     first: ObjectId | None,
     second: ObjectId | None,
-    snapshots: tuple[Snapshot, Snapshot],
+    owners: tuple[Mapping[ObjectId, str], Mapping[ObjectId, str]],
     objects: ObjectReader,
     blocks: BlockReader,
     exact: bool,
@@ -145,12 +151,11 @@ def _diff_tensor(
         present = a or b
         assert present is not None  # the name comes from one of the two
         total = len(present.blocks)
-        other = snapshots[0 if a is None else 1]
-        same = next((key for key, identity in other.tensors.items() if identity == (first or second)), None)
+        same = owners[0 if a is None else 1].get(first or second or "")
         status: Status = "added" if a is None else "removed"
         return TensorDiff(name, status, total, total, before=_describe(a), after=_describe(b), same_as=same)
     total = max(len(a.blocks), len(b.blocks))
-    if first == second or a == b:
+    if first == second:
         return TensorDiff(name, "identical", 0, total, 0.0, 1.0, 0.0, 0, before=_describe(a), after=_describe(b))
     if a.shape != b.shape or a.dtype != b.dtype:
         kind: Status = "reshaped" if a.shape != b.shape else "retyped"
@@ -199,11 +204,15 @@ class _Measure:
         old, new = as_bits(before, self.dtype), as_bits(after, self.dtype)
         self.elements += int(np.count_nonzero(old != new))
         if self.dtype in MERGEABLE:
-            with np.errstate(invalid="ignore", over="ignore"):
-                delta = np.abs(decode(new, self.dtype) - decode(old, self.dtype))
+            for start in range(0, old.size, _PIECE):
+                self._measure(old[start : start + _PIECE], new[start : start + _PIECE])
+
+    def _measure(self, old: Bits, new: Bits) -> None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            delta = np.abs(decode(new, self.dtype) - decode(old, self.dtype))
             finite = delta[np.isfinite(delta)]
             self.squared += float(np.dot(finite, finite))
-            self.max_abs = max(self.max_abs, float(finite.max(initial=0.0)))
+        self.max_abs = max(self.max_abs, float(finite.max(initial=0.0)))
 
     def result(self, name: str, changed: int, total: int, norms: tuple[float, float], described: str) -> TensorDiff:
         elements = None if BITS[self.dtype] % 8 else self.elements
@@ -212,13 +221,19 @@ class _Measure:
                 name, "changed", changed, total, elements_changed=elements, before=described, after=described
             )
         a, b = norms
-        cosine = None if a == 0.0 or b == 0.0 else (a + b - self.squared) / (2.0 * sqrt(a) * sqrt(b))
+        relative = cosine = None
+        # A square may leave the range of float64; then there is no number to give.
+        if isfinite(self.squared):
+            if a > 0.0 or self.squared == 0.0:
+                relative = sqrt(self.squared / a) if a > 0.0 else 0.0
+            if a > 0.0 and b > 0.0:
+                cosine = (a + b - self.squared) / (2.0 * sqrt(a) * sqrt(b))
         return TensorDiff(
             name,
             "changed",
             changed,
             total,
-            relative_l2=None if a == 0.0 else sqrt(self.squared / a),
+            relative_l2=relative,
             cosine=None if cosine is None else max(-1.0, min(1.0, cosine)),
             max_abs=self.max_abs,
             elements_changed=elements,
@@ -232,6 +247,14 @@ def _squared_norm(tensor: Tensor, blocks: BlockReader) -> float:
     if tensor.dtype not in MERGEABLE:
         return 0.0
     return float(np.cumsum(block_records(blocks, tensor)["sum_squares"])[-1]) if tensor.blocks else 0.0
+
+
+def _names(snapshot: Snapshot) -> dict[ObjectId, str]:
+    """The first name of each tensor, by id."""
+    names: dict[ObjectId, str] = {}
+    for name, identity in snapshot.tensors.items():
+        names.setdefault(identity, name)
+    return names
 
 
 def _describe(tensor: Tensor | None) -> str | None:

@@ -11,10 +11,11 @@ from mpfs.errors import NotFoundError, UsageError
 from mpfs.objects import Commit, ObjectId
 from mpfs.objects.encoding import Json
 from mpfs.objects.ids import is_object_id
-from mpfs.store import ObjectReader, RefReader
+from mpfs.store import ObjectReader, RefReader, check_ref_name
 
 MIN_PREFIX = 4
-_REVISION = re.compile(r"(?P<name>.+?)(?:~(?P<back>\d+))?")
+_LISTED_REFS = 8
+_REVISION = re.compile(r"(?P<name>.+?)(?:~(?P<back>[0-9]{1,9}))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,13 @@ def resolve(name: str, objects: ObjectReader, refs: RefReader) -> ObjectId:
     for step in range(int(match["back"] or 0)):
         parents = objects.get(Commit, identity).parents
         if not parents:
-            raise NotFoundError(f"{name}: {match['name']} has only {step} ancestors")
+            raise NotFoundError(f"{name}: going back by first parents, {match['name']} has only {step}", name=name)
         identity = parents[0]
     return identity
 
 
 def _resolve_name(name: str, objects: ObjectReader, refs: RefReader) -> ObjectId:
-    ref = refs.find(name)
+    ref = refs.find(name) if _may_be_ref(name) else None
     if ref is not None:
         return ref.commit
     if re.fullmatch(r"[0-9a-f]{1,64}", name):
@@ -75,12 +76,26 @@ def _resolve_name(name: str, objects: ObjectReader, refs: RefReader) -> ObjectId
                 return found[0]
             if found:
                 raise UsageError(f"{name} is the beginning of {len(found)} commit ids; give more digits")
-    known = ", ".join(ref.name for ref in refs.all()[:8])
+    known = [ref.name for ref in refs.all()]
     raise NotFoundError(
         f"no ref or commit is called {name}"
-        + (f"; there are: {known}" if known else "; the repository has no refs yet"),
+        + (f"; there are: {_listing(known)}" if known else "; the repository has no refs yet"),
         name=name,
     )
+
+
+def _listing(names: list[str]) -> str:
+    more = len(names) - _LISTED_REFS
+    return ", ".join(names[:_LISTED_REFS]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _may_be_ref(name: str) -> bool:
+    """Whether to look for a ref: a revision may also be a path, or anything else that somebody has typed."""
+    try:
+        check_ref_name(name)
+    except UsageError:
+        return False
+    return True
 
 
 def ref_names(refs: RefReader) -> dict[ObjectId, tuple[str, ...]]:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from mpfs.ingest.source import ByteSource
-from mpfs.objects import Tensor, block_id
+from mpfs.objects import Tensor
 from mpfs.objects.dtypes import nbytes
+from mpfs.objects.progress import Progress
 from mpfs.objects.tensor import first_element
-from mpfs.stats import block_stats
+from mpfs.stats.staging import stage_block
 from mpfs.store import StagedBlock, Writer
 
 _WINDOW_BYTES = 64 << 20
-
-
-Progress: TypeAlias = Callable[[int, int], object]
-"""Told how far an operation is: bytes done, of all."""
+_MAX_WINDOW_BYTES = 256 << 20
+"""Bytes of blocks in memory, however many threads there are; two blocks at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,10 @@ def store_tensors(
     threads: int | None = None,
     progress: Progress | None = None,
     total: int = 0,
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Store tensors; yields each, in the order of the jobs, once all its blocks are staged.
+
+    Closing the generator ends the workers: do so before the sources are closed.
 
     Args:
         writer: takes the blocks; they are durable after its next flush or publish.
@@ -73,7 +73,7 @@ def store_tensors(
         progress: told the bytes staged so far, and `total`.
     """
     count = threads or os.cpu_count() or 1
-    window = max(2 * count, _WINDOW_BYTES // block_size)
+    window = max(2, min(max(2 * count, _WINDOW_BYTES // block_size), _MAX_WINDOW_BYTES // block_size))
     queue: deque[tuple[_Pending, Future[StagedBlock] | None]] = deque()
     done = 0
 
@@ -110,11 +110,6 @@ def store_tensors(
             for _, unfinished in queue:
                 if unfinished is not None:
                     unfinished.cancel()
-
-
-def stage_block(data: bytes, dtype: str, first: int) -> StagedBlock:
-    """Name a block and take its statistics; `first` is the index of its first element within its tensor."""
-    return StagedBlock(block_id(data), data, dtype, first, block_stats(data, dtype, first).tobytes())
 
 
 def _stage(job: TensorJob, offset: int, size: int, first: int) -> StagedBlock:

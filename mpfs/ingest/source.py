@@ -1,14 +1,21 @@
-"""Where the bytes of a tensor or a side file come from: a range of a file, or memory."""
+"""Where the bytes of a tensor or a side file come from: a range of a file, a torch tensor, or memory."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
 from mpfs.errors import BadInputError, FormatError
+from mpfs.formats import torch_file
+
+if TYPE_CHECKING:
+    import torch
+
+_Stamp: TypeAlias = tuple[int, int, int, int]
 
 
 class ByteSource(Protocol):
@@ -23,37 +30,70 @@ class ByteSource(Protocol):
         """Its length in bytes."""
 
     def read(self, offset: int, size: int) -> bytes | memoryview:
-        """Exactly `size` bytes from `offset`."""
+        """Exactly `size` bytes from `offset`. Every byte is asked for once."""
 
 
 class SourceFile:
-    """An open file that must not change while it is read.
+    """A file that must not change from when this is made until `check_unchanged`.
 
-    Read with pread into memory of our own: a mapped file that somebody truncates would kill the process (SIGBUS).
+    It is open from the first read of one of its ranges to the last, so that a checkpoint of thousands of files needs
+    a few descriptors. Read with pread into memory of our own: a mapped file that somebody truncates would kill the
+    process (SIGBUS).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._unread = 0
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            status = os.stat(path)
         except OSError as error:
-            raise BadInputError(f"{path}: cannot be read: {error.strerror}", file=str(path)) from error
-        self._stamp = self._stat()
-        self.size = os.fstat(self._fd).st_size
+            self._fail(error)
+        self._stamp = _stamp(status)
+        self.size = status.st_size
 
-    def _stat(self) -> tuple[int, int]:
-        status = os.fstat(self._fd)
-        return status.st_size, status.st_mtime_ns
+    def range(self, offset: int, size: int) -> FileBytes:
+        """A range that will be read, every byte of it once."""
+        self._unread += size
+        return FileBytes(self, offset, size)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly `size` bytes from `offset`.
+        """Exactly `size` bytes from `offset`, of a range that was announced.
 
         Raises:
-            FormatError: the file has become shorter.
+            FormatError: the file has become shorter, or is another one.
+            BadInputError: it cannot be read.
         """
-        data = os.pread(self._fd, size, offset)
+        try:
+            data = self._pread(offset, size)
+        except OSError as error:
+            self._fail(error)
+        with self._lock:
+            self._unread -= size
+            if self._unread <= 0:
+                self._close()
+        return data
+
+    def check_unchanged(self) -> None:
+        """Raise FormatError if the file was written to or replaced."""
+        try:
+            same = _stamp(os.stat(self.path)) == self._stamp
+        except OSError:
+            same = False
+        if not same:
+            raise self._changed()
+
+    def close(self) -> None:
+        """Close the file, wherever reading it has come to."""
+        with self._lock:
+            self._close()
+
+    def _pread(self, offset: int, size: int) -> bytes:
+        fd = self._open()
+        data = os.pread(fd, size, offset)
         while len(data) < size:
-            more = os.pread(self._fd, size - len(data), offset + len(data))
+            more = os.pread(fd, size - len(data), offset + len(data))
             if not more:
                 raise FormatError(
                     f"{self.path}: ended at byte {offset + len(data):,} while bytes up to {offset + size:,} were being "
@@ -63,21 +103,37 @@ class SourceFile:
             data += more
         return data
 
-    def check_unchanged(self) -> None:
-        """Raise FormatError if the file was written to since it was opened."""
-        if self._stat() != self._stamp:
-            raise FormatError(
-                f"{self.path}: changed while it was being imported; import it again when it is complete",
-                file=str(self.path),
-            )
+    def _open(self) -> int:
+        with self._lock:
+            if self._fd is None:
+                # Should a pipe be there by now, opening it must not wait for its writer.
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                if _stamp(os.fstat(self._fd)) != self._stamp:
+                    self._close()
+                    raise self._changed()
+            return self._fd
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+    def _close(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+    def _changed(self) -> FormatError:
+        return FormatError(
+            f"{self.path}: changed while it was being imported; import it again when it is complete",
+            file=str(self.path),
+        )
+
+    def _fail(self, error: OSError) -> NoReturn:
+        raise BadInputError(f"{self.path}: cannot be read: {error.strerror}", file=str(self.path)) from error
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class FileBytes:
-    """A range of an open file."""
+    """A range of a file."""
 
     def __init__(self, file: SourceFile, offset: int, size: int) -> None:
         self._file = file
@@ -99,8 +155,83 @@ class FileBytes:
         return self._file.read(self._offset + offset, size)
 
 
+class KnownBytes:
+    """The beginning of a file that was read before, read again: it must still be the same."""
+
+    def __init__(self, file: SourceFile, expected: bytes) -> None:
+        self._content = file.range(0, len(expected))
+        self._expected = expected
+
+    @property
+    def where(self) -> str:
+        """What the bytes are."""
+        return f"header of {self._content.where}"
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return len(self._expected)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Exactly `size` bytes from `offset`.
+
+        Raises:
+            FormatError: they are others than before.
+        """
+        data = self._content.read(offset, size)
+        if data != self._expected[offset : offset + size]:
+            where = self._content.where
+            raise FormatError(f"{where}: its header changed while it was being imported; import it again", file=where)
+        return data
+
+
+class TensorBytes:
+    """A tensor of a torch file. Where its bytes are not in the file in order, a copy exists while it is being read.
+
+    The file is mapped by torch, so it is looked at before each access: what lies beyond the end of a mapped file that
+    became shorter must not be touched. (If that happens between the look and the access, the kernel ends the process.)
+    """
+
+    def __init__(self, tensor: torch.Tensor, size: int, file: SourceFile, name: str) -> None:
+        self._tensor = tensor
+        self._size = size
+        self._file = file
+        self._name = name
+        self._lock = threading.Lock()
+        self._data: memoryview | None = None
+        self._unread = size
+
+    @property
+    def where(self) -> str:
+        """The file and the tensor's name."""
+        return f"{self._file.path}: {self._name}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return self._size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Exactly `size` bytes from `offset`.
+
+        Raises:
+            FormatError: the file has changed.
+        """
+        self._file.check_unchanged()
+        with self._lock:
+            if self._data is None:
+                self._data = torch_file.tensor_bytes(self._tensor)
+            data = self._data
+        piece = bytes(data[offset : offset + size])
+        with self._lock:
+            self._unread -= size
+            if self._unread <= 0:
+                self._data = None
+        return piece
+
+
 class MemoryBytes:
-    """Bytes in memory (or in a mapping that somebody else holds)."""
+    """Bytes in memory."""
 
     def __init__(self, data: bytes | memoryview, where: str) -> None:
         self._data = memoryview(data)
@@ -121,25 +252,39 @@ class MemoryBytes:
         return self._data[offset : offset + size]
 
 
-class OpenFiles:
-    """The files of an import: opened on first use, closed together, checked for changes at the end."""
+class SourceFiles:
+    """The files of an import: closed together, and checked for changes at the end."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
+    def __init__(self) -> None:
         self._files: dict[Path, SourceFile] = {}
 
-    def __iter__(self) -> Iterator[SourceFile]:
-        return iter(self._files.values())
+    def add(self, path: Path) -> SourceFile:
+        """The file at `path`.
 
-    def open(self, path: Path) -> SourceFile:
-        """The open file at `path`."""
+        Raises:
+            BadInputError: it cannot be looked at.
+        """
         file = self._files.get(path)
         if file is None:
             file = self._files[path] = SourceFile(path)
-            self._stack.callback(file.close)
         return file
 
     def check_unchanged(self) -> None:
-        """Raise FormatError if any file was written to since it was opened."""
+        """Raise FormatError if any file was written to or replaced since it was added."""
         for file in self._files.values():
             file.check_unchanged()
+
+    def close(self) -> None:
+        """Close all that are open."""
+        for file in self._files.values():
+            file.close()
+
+
+@contextmanager
+def source_files() -> Iterator[SourceFiles]:
+    """The files of an import, for the length of the block."""
+    files = SourceFiles()
+    try:
+        yield files
+    finally:
+        files.close()
