@@ -8,30 +8,29 @@ from __future__ import annotations
 import os
 import pwd
 import time as clock
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RefConflictError, UsageError
+from mpfs.errors import BadInputError, NotFoundError, RefConflictError
 from mpfs.history import Diff, Explanation, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
-from mpfs.objects import Budget, Commit, Figures, Input, ModelRef, ObjectId, Plan, Run, Snapshot, Tensor, object_id
-from mpfs.objects.encoding import Json
+from mpfs.history.storage import StorageReport, measure_storage
+from mpfs.merge.reports import MergeReport, PlanReport
+from mpfs.objects import Budget, Commit, File, Input, ObjectId, Plan, Run, Snapshot, Tensor, object_id
 from mpfs.objects.ids import is_object_id
-from mpfs.store import FsckReport, GcResult, Ref, ReflogEntry, RefMove, Store, StoreInfo, check, execute_gc
+from mpfs.objects.progress import Progress
+from mpfs.store import FsckReport, GcResult, Ref, ReflogEntry, Store, StoreInfo, check, execute_gc
 from mpfs.store.store import DEFAULT_BLOCK_SIZE, DEFAULT_MAP_SIZE
 
 if TYPE_CHECKING:
     import torch
 
+    from mpfs.ingest.commit import ImportReport
     from mpfs.merge.recipe import Recipe
     from mpfs.vfs.checkout import CheckoutResult
     from mpfs.vfs.reader import SnapshotReader
-
-ProgressCallback: TypeAlias = Callable[[int, int], object]
-"""Told how much is done, and of how much."""
 
 PolicyName: TypeAlias = Literal["energy", "uniform", "random"]
 MismatchPolicy: TypeAlias = Literal["error", "base"]
@@ -41,122 +40,6 @@ REPOSITORY_NAME = ".mpfs"
 
 _DEFAULT_MEMORY = 1 << 30
 """Bound of a merge's anonymous memory, in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImportReport:
-    """What an import did. Bytes: `bytes` of the checkpoint, `bytes_written` of new blocks. `new_commit` is False when
-    the ref already held just this. `skipped` are entries of the source that are no weights."""
-
-    commit: ObjectId
-    ref: str
-    snapshot: ObjectId
-    tensors: int
-    bytes: int
-    new_blocks: int
-    deduplicated_blocks: int
-    bytes_written: int
-    seconds: float
-    new_commit: bool
-    skipped: tuple[str, ...]
-
-    def as_json(self) -> Json:
-        """The JSON form."""
-        return {**asdict(self), "skipped": list(self.skipped)}
-
-
-@dataclass(frozen=True, slots=True)
-class PlanReport:
-    """A plan and its id. It is stored: `merge` runs it again by id."""
-
-    identity: ObjectId
-    plan: Plan
-
-    def as_json(self) -> Json:
-        """The JSON form: the keys of a merge's, less what only a run knows."""
-        cost = self.plan.cost
-        return {
-            "plan": self.identity,
-            "fidelity_predicted": self.plan.fidelity_predicted,
-            "notes": list(self.plan.notes),
-            "run": {
-                "expert_bytes_full": cost.expert_bytes_full,
-                "expert_bytes_planned": cost.expert_bytes_planned,
-                "base_bytes_planned": cost.base_bytes_read,
-                "bytes_written_planned": cost.bytes_written,
-                "blocks_kept": cost.blocks_kept,
-                "blocks_computed": cost.blocks_computed,
-            },
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class MergeReport:
-    """What a merge did. `new_commit` is False when the branch already held just this result of this plan."""
-
-    commit: ObjectId
-    ref: str
-    snapshot: ObjectId
-    plan: ObjectId
-    fidelity_predicted: float
-    figures: Figures
-    notes: tuple[str, ...]
-    new_commit: bool
-
-    def as_json(self) -> Json:
-        """The JSON form."""
-        return {
-            "commit": self.commit,
-            "ref": self.ref,
-            "snapshot": self.snapshot,
-            "plan": self.plan,
-            "fidelity_predicted": self.fidelity_predicted,
-            "fidelity": self.figures.fidelity,
-            "notes": list(self.notes),
-            "new_commit": self.new_commit,
-            "run": self.figures.as_json(),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A file of a snapshot. `size` in bytes; `tensors` is how many it holds, None for a file that holds none."""
-
-    path: str
-    size: int
-    tensors: int | None
-
-    def as_json(self) -> Json:
-        """The JSON form."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class StorageReport:
-    """How much a snapshot (or everything) takes: `logical_bytes` as files, `unique_bytes` of distinct blocks,
-    `stored_bytes` as encoded in the store; `file_bytes` is data.mdb's size, for a whole repository."""
-
-    snapshots: int
-    tensors: int
-    logical_bytes: int
-    unique_bytes: int
-    stored_bytes: int
-    blocks: int
-    file_bytes: int | None
-
-    @property
-    def dedup_ratio(self) -> float:
-        """Logical bytes over unique bytes."""
-        return self.logical_bytes / self.unique_bytes if self.unique_bytes else 1.0
-
-    @property
-    def codec_ratio(self) -> float:
-        """Unique bytes over stored bytes."""
-        return self.unique_bytes / self.stored_bytes if self.stored_bytes else 1.0
-
-    def as_json(self) -> Json:
-        """The JSON form."""
-        return {**asdict(self), "dedup_ratio": self.dedup_ratio, "codec_ratio": self.codec_ratio}
 
 
 class Repository(AbstractContextManager["Repository"]):
@@ -241,7 +124,7 @@ class Repository(AbstractContextManager["Repository"]):
         key: str | None = None,
         message: str | None = None,
         threads: int | None = None,
-        progress: ProgressCallback | None = None,
+        progress: Progress | None = None,
     ) -> ImportReport:
         """Import a checkpoint and commit it to a branch.
 
@@ -260,49 +143,18 @@ class Repository(AbstractContextManager["Repository"]):
             RefConflictError: `ref` is a tag, or moved meanwhile.
             NoSpaceError: the disk or the map is full.
         """
-        from mpfs.ingest import ingest
+        from mpfs.ingest.commit import import_checkpoint
 
-        started = clock.monotonic()
-        tip = self._branch_tip(ref)
-        inputs = () if base is None else (Input("base", base, self.resolve(base)),)
-        path = Path(source)
-        with self._store.writer() as writer:
-            found = ingest(path, writer, self.info.block_size, key=key, threads=threads, progress=progress)
-            snapshot = object_id(found.snapshot.encode())
-            current = None if tip is None else self._store.objects.get(Commit, tip)
-            same = current is not None and current.snapshot == snapshot and (not inputs or current.inputs == inputs)
-            if same and tip is not None:
-                writer.flush()
-                identity = tip
-            else:
-                identity = writer.publish(
-                    tensors=found.tensors,
-                    snapshot=found.snapshot,
-                    commit=Commit(
-                        snapshot=snapshot,
-                        parents=() if tip is None else (tip,),
-                        inputs=inputs,
-                        plan=None,
-                        message=message or f"Import {path.name or path.resolve().name}",
-                        author=self._author,
-                        time=int(clock.time()),
-                        source=str(path.resolve()),
-                    ),
-                    move=RefMove(ref, tip, "branch", f"import: {path}"),
-                )
-            figures = writer.figures
-        return ImportReport(
-            commit=identity,
-            ref=ref,
-            snapshot=snapshot,
-            tensors=len(found.snapshot.tensors),
-            bytes=found.size,
-            new_blocks=figures.new_blocks,
-            deduplicated_blocks=figures.deduplicated_blocks,
-            bytes_written=figures.bytes_written,
-            seconds=clock.monotonic() - started,
-            new_commit=not same,
-            skipped=found.skipped,
+        return import_checkpoint(
+            self._store,
+            Path(source),
+            ref,
+            base=None if base is None else Input("base", base, self.resolve(base)),
+            key=key,
+            message=message,
+            author=self._author,
+            threads=threads,
+            progress=progress,
         )
 
     # -- merging ------------------------------------------------------------------------------------------------
@@ -334,32 +186,25 @@ class Repository(AbstractContextManager["Repository"]):
             BudgetInfeasibleError: the method must read more than the budget allows.
             NotFoundError: a model is neither a ref, a commit nor a path.
         """
-        from mpfs.merge.compile import compile_plan
-        from mpfs.merge.inputs import fit
-        from mpfs.merge.operators import get_operator
+        from mpfs.merge.commit import load_model, make_plan
 
         parsed = _recipe(recipe)
         names = [item.name for item in parsed.models]
         if parsed.base is not None and parsed.base not in names:
             names.append(parsed.base)
         folder = None if isinstance(recipe, Mapping) else Path(recipe).parent
-        models = [self._model(name, folder) for name in names]
-        operator = get_operator(parsed.method)
-        plan = compile_plan(
+        plan = make_plan(
+            self._store,
             parsed,
-            models,
-            fit(parsed, models, operator, on_mismatch),
-            operator,
-            self._store.blocks,
-            block_size=self.info.block_size,
+            [load_model(self._store, name, self._commit_of_model(name, folder)) for name in names],
             budget=budget or Budget(),
             policy=policy,
             seed=seed,
+            on_mismatch=on_mismatch,
         )
-        identity = object_id(plan.encode())
         if save:
             self._store.put_plan(plan)
-        return PlanReport(identity, plan)
+        return PlanReport(object_id(plan.encode()), plan)
 
     def find_plan(self, plan: str | os.PathLike[str]) -> PlanReport:
         """A plan by its id (or a unique beginning of it), or out of a JSON file that `PlanReport.plan` was written to.
@@ -395,7 +240,7 @@ class Repository(AbstractContextManager["Repository"]):
         memory: int = _DEFAULT_MEMORY,
         threads: int | None = None,
         message: str | None = None,
-        progress: ProgressCallback | None = None,
+        progress: Progress | None = None,
     ) -> MergeReport:
         """Merge, and commit the result to a branch.
 
@@ -416,70 +261,15 @@ class Repository(AbstractContextManager["Repository"]):
             IntegrityError: an input block is damaged.
             NoSpaceError: the disk or the map is full; nothing is published.
         """
-        from mpfs.merge.engine import execute
-        from mpfs.merge.output import assemble
+        from mpfs.merge.commit import MergeOptions, check_plan, run_plan
 
-        started, started_at = clock.monotonic(), int(clock.time())
-        tip = self._branch_tip(into)
         if isinstance(recipe, Plan):
             plan = recipe
-            self._check_plan(plan)
+            check_plan(self._store, plan)
         else:
             plan = self.plan(recipe, budget=budget, policy=policy, seed=seed, on_mismatch=on_mismatch, save=False).plan
-        identity = object_id(plan.encode())
-        with self._store.writer() as writer:
-            outcome = execute(plan, self._store, writer, reuse=reuse, threads=threads, memory=memory, progress=progress)
-            template = self._store.objects.get(Snapshot, plan.models[plan.template].snapshot)
-            assembled = assemble(
-                template,
-                outcome.tensors,
-                plan.out_dtype or plan.work_dtype,
-                objects=self._store.objects,
-                blocks=self._store.blocks,
-                writer=writer,
-                block_size=self.info.block_size,
-            )
-            writer.flush()
-            fidelity = self._measure(plan) if verify_fidelity else None
-            figures = Figures(
-                expert_bytes_full=plan.cost.expert_bytes_full,
-                expert_bytes_planned=plan.cost.expert_bytes_planned,
-                expert_bytes_read=outcome.expert_bytes_read,
-                base_bytes_read=outcome.base_bytes_read,
-                bytes_written=writer.figures.bytes_written,
-                blocks_kept=outcome.blocks_kept,
-                blocks_computed=outcome.blocks_computed,
-                blocks_reused=outcome.blocks_reused,
-                blocks_deduplicated=writer.figures.deduplicated_blocks,
-                seconds=clock.monotonic() - started,
-                fidelity=fidelity,
-            )
-            snapshot = object_id(assembled.snapshot.encode())
-            current = None if tip is None else self._store.objects.get(Commit, tip)
-            same = current is not None and current.snapshot == snapshot and current.plan == identity
-            commit = Commit(
-                snapshot=snapshot,
-                parents=() if tip is None else (tip,),
-                inputs=_inputs(plan),
-                plan=identity,
-                message=message or _merge_message(plan),
-                author=self._author,
-                time=started_at,
-            )
-            if same and tip is not None:
-                result = tip
-            else:
-                result = writer.publish(
-                    tensors=assembled.tensors,
-                    snapshot=assembled.snapshot,
-                    commit=commit,
-                    plan=plan,
-                    run=lambda made: Run(made, identity, started_at, figures),
-                    move=RefMove(into, tip, "branch", f"merge: {plan.method}"),
-                )
-        return MergeReport(
-            result, into, snapshot, identity, plan.fidelity_predicted, figures, plan.notes, new_commit=not same
-        )
+        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress)
+        return run_plan(self._store, plan, into, message=message, author=self._author, options=options)
 
     def explain(self, target: str) -> Explanation:
         """Explain the plan of a merge commit (given as a revision), or a plan (by id or file).
@@ -531,7 +321,7 @@ class Repository(AbstractContextManager["Repository"]):
         """The record of the run that made a commit; None if it was imported."""
         return self._store.objects.run_of(self.resolve(revision))
 
-    def diff(self, a: str, b: str, *, exact: bool = False, progress: ProgressCallback | None = None) -> Diff:
+    def diff(self, a: str, b: str, *, exact: bool = False, progress: Progress | None = None) -> Diff:
         """What changed from revision `a` to `b`.
 
         Args:
@@ -608,19 +398,14 @@ class Repository(AbstractContextManager["Repository"]):
 
         return SnapshotReader(self._store, self.snapshot(revision), revision)
 
-    def ls(self, revision: str, path: str = "") -> list[FileEntry]:
+    def ls(self, revision: str, path: str = "") -> list[File]:
         """The files of a revision at or under `path`.
 
         Raises:
             NotFoundError: there are none.
         """
-        wanted = path.strip("/")
-        files = [
-            FileEntry(file.path, file.size, len(file.tensors) if hasattr(file, "tensors") else None)
-            for file in self.snapshot(revision).files
-            if not wanted or file.path == wanted or file.path.startswith(wanted + "/")
-        ]
-        if wanted and not files:
+        files = self.snapshot(revision).files_under(path)
+        if path.strip("/") and not files:
             raise NotFoundError(f"{revision} has no file {path}", path=path)
         return files
 
@@ -651,7 +436,7 @@ class Repository(AbstractContextManager["Repository"]):
         *,
         shard_size: int | None = None,
         force: bool = False,
-        progress: ProgressCallback | None = None,
+        progress: Progress | None = None,
     ) -> CheckoutResult:
         """Write the files of a revision into a directory, all or nothing.
 
@@ -679,27 +464,25 @@ class Repository(AbstractContextManager["Repository"]):
             progress=progress,
         )
 
+    def check_checkout_target(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Whether `checkout` may write to a directory, before anything costly is done for it.
+
+        Raises:
+            UsageError: it is not empty, or must not be replaced.
+        """
+        from mpfs.vfs.target import check_target, resolve_target
+
+        check_target(resolve_target(Path(directory)), self.path, force=force)
+
     # -- upkeep -------------------------------------------------------------------------------------------------
 
     def stats(self, revision: str | None = None) -> StorageReport:
         """How much a revision takes, or everything that refs reach."""
         commits = [self.show(revision)] if revision is not None else self.log(inputs=True)
-        snapshots = {item.commit.snapshot for item in commits}
-        tensors: set[ObjectId] = set()
-        logical = 0
-        for identity in snapshots:
-            snapshot = self._store.objects.get(Snapshot, identity)
-            logical += snapshot.size
-            tensors.update(snapshot.references())
-        sizes: dict[bytes, int] = {}
-        for identity in tensors:
-            sizes.update(self._store.objects.get(Tensor, identity).sized_blocks())
-        stored = sum(self._stored_size(block) for block in sizes)
-        whole = self._store.environment.data_size() if revision is None else None
-        return StorageReport(len(snapshots), len(tensors), logical, sum(sizes.values()), stored, len(sizes), whole)
+        return measure_storage(self._store, (item.commit.snapshot for item in commits), whole=revision is None)
 
     def fsck(
-        self, *, read_data: bool = False, subset: float | None = None, progress: ProgressCallback | None = None
+        self, *, read_data: bool = False, subset: float | None = None, progress: Progress | None = None
     ) -> FsckReport:
         """Check the repository's structure, and with `read_data` every block (or a share `subset` of them)."""
         return check(self._store, read_data=read_data, subset=subset, progress=progress)
@@ -714,14 +497,6 @@ class Repository(AbstractContextManager["Repository"]):
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _branch_tip(self, name: str) -> ObjectId | None:
-        from mpfs.store import check_ref_name
-
-        ref = self._store.refs.find(check_ref_name(name))
-        if ref is not None and ref.kind != "branch":
-            raise RefConflictError(f"{name} is a tag, and tags do not move; choose a branch", ref=name)
-        return None if ref is None else ref.commit
-
     def _new_ref(self, name: str, revision: str, kind: Literal["branch", "tag"]) -> Ref:
         commit = self.resolve(revision)
         self._move(name, commit, None, kind, f"{kind}: at {revision}")
@@ -734,18 +509,6 @@ class Repository(AbstractContextManager["Repository"]):
             name, commit, expected=expected, kind=kind, time=int(clock.time()), author=self._author, reason=reason
         )
 
-    def _model(self, name: str, folder: Path | None) -> Any:
-        from mpfs.merge.inputs import Model, ModelTensor
-
-        commit = self._commit_of_model(name, folder)
-        snapshot_id = self._store.objects.get(Commit, commit).snapshot
-        snapshot = self._store.objects.get(Snapshot, snapshot_id)
-        tensors = {
-            key: ModelTensor(identity, self._store.objects.get(Tensor, identity))
-            for key, identity in snapshot.tensors.items()
-        }
-        return Model(ModelRef(name, commit, snapshot_id), tensors)
-
     def _commit_of_model(self, name: str, folder: Path | None) -> ObjectId:
         try:
             return self.resolve(name)
@@ -756,53 +519,10 @@ class Repository(AbstractContextManager["Repository"]):
                     return self.import_checkpoint(path, _imported_ref(path)).commit
             raise NotFoundError(f"model {name}: {error.message}, and there is no such path", model=name) from error
 
-    def _check_plan(self, plan: Plan) -> None:
-        if plan.block_size != self.info.block_size:
-            raise UsageError(
-                f"the plan was made for blocks of {plan.block_size:,} bytes, this repository has {self.info.block_size:,}"
-            )
-        for model in plan.models:
-            commit = self._store.objects.get(Commit, model.commit)
-            if commit.snapshot != model.snapshot:
-                raise IntegrityError(f"the plan's model {model.name} is not what commit {model.commit[:12]} holds")
-
     def _plans_starting_with(self, prefix: str) -> list[ObjectId]:
         if len(prefix) < 4 or any(digit not in "0123456789abcdef" for digit in prefix):
             return []
         return self._store.objects.ids(Plan, prefix)
-
-    def _measure(self, plan: Plan) -> float:
-        from mpfs.merge.fidelity import measure_fidelity
-        from mpfs.merge.recipe import recipe_from_mapping
-
-        recipe = recipe_from_mapping(plan.recipe)
-        full = self._replan(plan, recipe)
-        return measure_fidelity(plan, full, self._store)
-
-    def _replan(self, plan: Plan, recipe: Recipe) -> Plan:
-        """The same merge, of the same commits, without a budget."""
-        from mpfs.merge.compile import compile_plan
-        from mpfs.merge.inputs import Model, fit
-        from mpfs.merge.operators import get_operator
-
-        models = [Model(model, self._model(model.commit, None).tensors) for model in plan.models]
-        operator = get_operator(plan.method)
-        return compile_plan(
-            recipe,
-            models,
-            fit(recipe, models, operator, "base"),
-            operator,
-            self._store.blocks,
-            block_size=plan.block_size,
-            budget=Budget(),
-            seed=plan.seed,
-        )
-
-    def _stored_size(self, block: bytes) -> int:
-        info = self._store.blocks.info(block)
-        if info is None:
-            raise IntegrityError(f"block {block.hex()} is missing from the store", block=block.hex())
-        return info.stored_size
 
 
 def open_repository(path: str | os.PathLike[str], create: bool = False, *, author: str | None = None) -> Repository:
@@ -823,25 +543,6 @@ def _recipe(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, Mapping):
         return recipe_from_mapping(recipe)
     return load_recipe(Path(recipe))
-
-
-def _inputs(plan: Plan) -> tuple[Input, ...]:
-    return tuple(
-        Input("base" if index == plan.base else "expert", model.name, model.commit)
-        for index, model in enumerate(plan.models)
-    )
-
-
-def _merge_message(plan: Plan) -> str:
-    experts = [model.name for index, model in enumerate(plan.models) if index != plan.base]
-    base = "" if plan.base is None else f" into {plan.models[plan.base].name}"
-    limit = {
-        "none": "",
-        "bytes": f", budget {int(plan.budget.value):,} bytes",
-        "percent": f", budget {plan.budget.value:g}%",
-        "fidelity": f", fidelity {plan.budget.value:g}",
-    }[plan.budget.kind]
-    return f"Merge {', '.join(experts)}{base} ({plan.method}{limit})"
 
 
 def _imported_ref(path: Path) -> str:

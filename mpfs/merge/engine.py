@@ -16,21 +16,24 @@ from dataclasses import dataclass, field
 import torch
 
 from mpfs.errors import MPFSError
-from mpfs.ingest import Progress
-from mpfs.ingest.pipeline import stage_block
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks, torch_work_dtype
 from mpfs.merge.numeric import to_bytes
 from mpfs.merge.operators import LeftOut, Operator, Parameters, Prepared, TensorContext, get_operator
 from mpfs.objects import BlockId, Plan, PlanTensor, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.objects.encoding import Json, decode, encode
+from mpfs.objects.progress import Progress
 from mpfs.stats import delta_gram
+from mpfs.stats.staging import stage_block
 from mpfs.stats.stored import column_records
 from mpfs.store import StagedBlock, Store, Writer, reuse_key
 
 DEFAULT_MEMORY = 1 << 30
 _FIXED_MEMORY = 512 << 20
 """Of the memory bound, what the interpreter, torch and the writer's batches take."""
+
+_COPIES = 4
+"""Copies of a column's inputs that are alive at once: as stored, in the work dtype, sparsified, weighted."""
 
 
 @dataclass(slots=True)
@@ -47,15 +50,17 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Job:
-    """A planned tensor at work: what its columns need."""
+    """A planned tensor at work: what its columns need. `description` is what their results depend on, besides blocks."""
 
     tensor: PlanTensor
     operator: Operator
     context: TensorContext
     parameters: Parameters
     columns: DeltaIterator
-    prepared: Prepared
     blocks: list[BlockId]
+    remaining: int
+    description: Json
+    prepared: Prepared = field(default_factory=dict)
 
     def span(self, column: int, block_size: int) -> tuple[int, int]:
         """The output blocks of a column, as a half-open range."""
@@ -70,6 +75,15 @@ class _Result:
     key: bytes
     reused: tuple[BlockId, ...] | None
     staged: tuple[StagedBlock, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A column on its way."""
+
+    job: _Job
+    column: int
+    result: Future[_Result]
 
 
 def execute(
@@ -131,16 +145,16 @@ class _Execution:
         self.outcome = Outcome()
 
     def run(self, progress: Progress | None) -> Outcome:
-        total = sum(tensor.numel * itemsize(tensor.dtype) for tensor in self.plan.tensors if tensor.action == "compute")
+        total = sum(_computed_bytes(tensor) for tensor in self.plan.tensors if tensor.action == "compute")
         done = 0
-        queue: deque[tuple[_Job, int, Future[_Result]]] = deque()
+        queue: deque[_InFlight] = deque()
 
         def finish_one() -> None:
             nonlocal done
-            job, column, future = queue.popleft()
-            done += self._finish(job, column, future.result())
+            item = queue.popleft()
+            done += self._finish(item.job, item.column, item.result.result())
             if progress is not None:
-                progress(min(done, total), total)
+                progress(done, total)
 
         with _one_thread_per_operation(self.threads) as executor:
             try:
@@ -149,27 +163,31 @@ class _Execution:
                         self._keep(tensor)
                         continue
                     job = self._job(tensor)
-                    window = self._window(len(tensor.experts))
-                    for column in tensor.columns.columns():
-                        if column % window == 0:
-                            job.columns.prefetch(range(column, min(column + window, tensor.column_count)))
-                        queue.append((job, column, executor.submit(self._column, job, column)))
-                        while len(queue) >= window:
-                            finish_one()
-                    while queue:
-                        finish_one()
-                    self._finish_tensor(job)
+                    window = self._window(job)
+                    for columns in job.columns.batches():
+                        known = [self._look_up(job, column) for column in columns]
+                        unknown = [column for column, found in zip(columns, known, strict=True) if not found.reused]
+                        job.columns.prefetch(unknown)
+                        for column, found in zip(columns, known, strict=True):
+                            while len(queue) >= window:
+                                finish_one()
+                            queue.append(_InFlight(job, column, executor.submit(self._column, job, column, found)))
+                while queue:
+                    finish_one()
             finally:
-                for _, _, future in queue:
-                    future.cancel()
+                for item in queue:
+                    item.result.cancel()
+        # Tensors are finished in any order; the output has the plan's.
+        self.outcome.tensors = {tensor.name: self.outcome.tensors[tensor.name] for tensor in self.plan.tensors}
         self.outcome.expert_bytes_read = self.ledger.expert_bytes
         self.outcome.base_bytes_read = self.ledger.base_bytes
         return self.outcome
 
-    def _window(self, experts: int) -> int:
-        """How many columns may be in flight: each holds its inputs as stored and in the work dtype, and temporaries."""
-        column = (experts + 2) * self.plan.block_size * 8
-        return max(self.threads, min(8 * self.threads, (self.memory - _FIXED_MEMORY) // column))
+    def _window(self, job: _Job) -> int:
+        """How many columns may be in flight: each holds its inputs in the work dtype, and operators' temporaries."""
+        work = torch.empty((), dtype=job.context.dtype).element_size()
+        column = (len(job.tensor.experts) + 2) * _COPIES * max(1, job.tensor.column_elements) * work
+        return max(1, min(8 * self.threads, (self.memory - _FIXED_MEMORY) // column))
 
     def _keep(self, tensor: PlanTensor) -> None:
         base = self.inputs[tensor.name].base
@@ -195,19 +213,23 @@ class _Execution:
         blocks = [b""] * -(-nbytes // self.plan.block_size)
         if inputs.base is not None and inputs.base.tensor.dtype == tensor.dtype:
             blocks = list(inputs.base.tensor.blocks)
-        job = _Job(tensor, self.operator, context, parameters, columns, {}, blocks)
+        count = len(tensor.columns)
+        description = self._description(tensor, inputs, context)
+        job = _Job(tensor, self.operator, context, parameters, columns, blocks, count, description)
         job.prepared = self._prepare(job)
+        job.description = {**description, "prepared": dict(job.prepared)}
+        if not count:
+            self._finish_tensor(job)
         return job
 
     def _prepare(self, job: _Job) -> Prepared:
         if type(job.operator).prepare is Operator.prepare:
             return {}
-        description = self._description(job)
-        description["prepare"] = [
-            [_hex(job.columns.base_blocks(column)), [_hex(run) for run in job.columns.expert_blocks(column)]]
-            for column in range(job.tensor.column_count)
-        ]
-        description["left_out"] = [[[run.numel, run.rms] for run in runs] for runs in job.context.left_out]
+        description = {
+            **job.description,
+            "prepare": [[column, *self._input_blocks(job, column)] for column in job.tensor.columns.columns()],
+            "left_out": [[[run.numel, run.rms] for run in runs] for runs in job.context.left_out],
+        }
         key = reuse_key(description)
         known = self.store.reuse.value(key) if self.reuse else None
         if known is not None:
@@ -216,38 +238,41 @@ class _Execution:
         self.writer.put_reuse(key, encode({"kind": "prepared", "values": dict(prepared)}))
         return prepared
 
-    def _description(self, job: _Job) -> Json:
+    def _description(self, tensor: PlanTensor, inputs: PlanInputs, context: TensorContext) -> Json:
         """What a result depends on, besides its blocks."""
         value: Json = {
-            "operator": job.operator.name,
-            "version": job.operator.version,
-            "shared": dict(job.parameters.shared),
-            "experts": [dict(values) for values in job.parameters.experts],
-            "work": str(job.context.dtype),
-            "out": job.tensor.dtype,
-            "numel": job.tensor.numel,
+            "operator": self.operator.name,
+            "version": self.operator.version,
+            "shared": dict(tensor.shared),
+            "experts": [dict(values) for values in tensor.parameters],
+            # Blocks are named by their bytes alone: which numbers these are is up to the dtype.
+            "dtypes": [None if inputs.base is None else inputs.base.tensor.dtype]
+            + [expert.tensor.dtype for expert in inputs.experts],
+            "work": str(context.dtype),
+            "out": tensor.dtype,
+            "numel": tensor.numel,
+            "column_elements": tensor.column_elements,
             "block_size": self.plan.block_size,
         }
-        if job.operator.draws:
-            value["random"] = [self.plan.seed, job.tensor.name, list(job.context.expert_keys)]
+        if self.operator.draws:
+            value["random"] = [self.plan.seed, tensor.name, list(context.expert_keys)]
         return value
 
-    def _column(self, job: _Job, column: int) -> _Result:
-        """On a worker thread: look a column's result up, or compute it."""
+    def _input_blocks(self, job: _Job, column: int) -> tuple[str | None, list[str | None]]:
+        return _hex(job.columns.base_blocks(column)), [_hex(run) for run in job.columns.expert_blocks(column)]
+
+    def _look_up(self, job: _Job, column: int) -> _Result:
+        """A column's key, and its result if it is known from an earlier merge."""
+        base, inputs = self._input_blocks(job, column)
         start = column * job.tensor.column_elements
-        key = reuse_key(
-            {
-                **self._description(job),
-                "prepared": dict(job.prepared),
-                "start": start,
-                "base": _hex(job.columns.base_blocks(column)),
-                "inputs": [_hex(run) for run in job.columns.expert_blocks(column)],
-            }
-        )
-        if self.reuse:
-            known = self.store.reuse.blocks(key)
-            if known is not None:
-                return _Result(key, known)
+        key = reuse_key({**job.description, "start": start, "base": base, "inputs": inputs})
+        return _Result(key, self.store.reuse.blocks(key) if self.reuse else None)
+
+    def _column(self, job: _Job, column: int, known: _Result) -> _Result:
+        """On a worker thread: compute a column's result, unless it is known."""
+        if known.reused is not None:
+            return known
+        start = column * job.tensor.column_elements
         inputs = job.columns.read(column)
         merged = job.operator.apply(job.context, job.parameters, job.prepared, inputs)
         data = to_bytes(merged, job.tensor.dtype)
@@ -258,7 +283,7 @@ class _Execution:
         for offset in range(0, len(data), size):
             staged.append(stage_block(data[offset : offset + size], job.tensor.dtype, first))
             first += per_block
-        return _Result(key, None, tuple(staged))
+        return _Result(known.key, None, tuple(staged))
 
     def _finish(self, job: _Job, column: int, result: _Result) -> int:
         """On the calling thread: stage a column's result; the bytes of output that this makes."""
@@ -275,7 +300,12 @@ class _Execution:
         if len(blocks) != last - first:
             raise MPFSError(f"{job.tensor.name}: column {column} came out as {len(blocks)} blocks, not {last - first}")
         job.blocks[first:last] = blocks
-        return (last - first) * self.plan.block_size
+        job.remaining -= 1
+        if job.remaining == 0:
+            self._finish_tensor(job)
+        size = self.plan.block_size
+        nbytes = job.tensor.numel * itemsize(job.tensor.dtype)
+        return min(last * size, nbytes) - first * size
 
     def _finish_tensor(self, job: _Job) -> None:
         computed = sum(
@@ -286,6 +316,12 @@ class _Execution:
         self.outcome.tensors[job.tensor.name] = Tensor(
             job.tensor.dtype, job.tensor.shape, self.plan.block_size, tuple(job.blocks)
         )
+
+
+def _computed_bytes(tensor: PlanTensor) -> int:
+    size = tensor.column_elements * itemsize(tensor.dtype)
+    nbytes = tensor.numel * itemsize(tensor.dtype)
+    return sum(min(stop * size, nbytes) - start * size for start, stop in tensor.columns.ranges)
 
 
 def left_out(store: Store, tensor: PlanTensor, inputs: PlanInputs) -> tuple[tuple[LeftOut, ...], ...]:

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from mpfs.ingest import Progress
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks
 from mpfs.merge.engine import left_out
 from mpfs.merge.operators import Operator, Parameters, TensorContext, get_operator
 from mpfs.objects import Plan, PlanTensor, Selection
+from mpfs.objects.progress import Progress
 from mpfs.store import Store
 
 
@@ -63,9 +63,15 @@ def _compare(
     for column in range(theirs.column_count):
         base, reference = b.merge(column)
         _, merged = a.merge(column)
-        error += float(torch.sum((merged - reference) ** 2))
-        change += float(torch.sum((reference - base) ** 2))
+        error += _squared_distance(merged, reference)
+        change += _squared_distance(reference, base)
     return error, change
+
+
+def _squared_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Over the elements where both are finite, as sketches count them."""
+    difference = a - b
+    return float(torch.sum(torch.where(torch.isfinite(difference), difference, 0.0) ** 2))
 
 
 class _Side:

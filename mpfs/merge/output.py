@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpfs.formats import safetensors
-from mpfs.ingest import MemoryBytes, TensorJob, store_tensors
 from mpfs.objects import BlobFile, File, ObjectId, SafetensorsFile, Snapshot, Tensor, object_id
+from mpfs.stats.staging import stage_bytes
 from mpfs.store import BlockReader, ObjectReader, Writer
 from mpfs.vfs.layout import DEFAULT_METADATA, INDEX_PATH, SynthesisedFile, synthesise_files
 
@@ -47,15 +47,14 @@ def assemble(
     identities = {name: object_id(tensor.encode()) for name, tensor in merged.items()}
     needed: dict[Tensor, None] = dict.fromkeys(merged.values())
 
-    def store(content: bytes, where: str) -> ObjectId:
-        job = TensorJob("U8", (len(content),), MemoryBytes(content, where))
-        (tensor,) = store_tensors(writer, block_size, [job], threads=1)
+    def store(content: bytes) -> ObjectId:
+        tensor = stage_bytes(writer, content, block_size)
         needed[tensor] = None
         return object_id(tensor.encode())
 
     def weights(planned: SynthesisedFile, prefix: str) -> SafetensorsFile:
         entries = tuple((name, identities[prefix + name]) for name in planned.tensors)
-        header = store(planned.header, f"header of {planned.path}")
+        header = store(planned.header)
         return SafetensorsFile(planned.path, planned.size, header, prefix, entries)
 
     files: list[File] = []
@@ -72,7 +71,7 @@ def assemble(
     planned = synthesise_files([(name, tensor) for name, tensor in merged.items() if name not in elsewhere])
     files.extend(weights(planned_file, "") for planned_file in planned.files)
     if planned.index is not None:
-        files.append(BlobFile(INDEX_PATH, len(planned.index), store(planned.index, INDEX_PATH)))
+        files.append(BlobFile(INDEX_PATH, len(planned.index), store(planned.index)))
     taken = {file.path for file in files}
     for side in template.files:
         if not isinstance(side, BlobFile) or side.path in taken or _is_root_index(side.path):
@@ -82,7 +81,7 @@ def assemble(
             old = b"".join(blocks.read(block, side.path) for block in content.blocks)
             new = config_with_dtype(old, out_dtype)
             if new != old:
-                files.append(BlobFile(side.path, len(new), store(new, side.path)))
+                files.append(BlobFile(side.path, len(new), store(new)))
                 continue
         needed[content] = None
         files.append(side)

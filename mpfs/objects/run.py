@@ -69,5 +69,5 @@ class Run:
             known = {field.name for field in fields(Figures)}
             figures = Figures(**{key: item for key, item in value["figures"].items() if key in known})
             return cls(value["commit"], value["plan"], value["started"], figures)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"malformed run object: {error!r}") from error

@@ -93,6 +93,11 @@ class Snapshot:
         """The file at `path`, if there is one."""
         return next((file for file in self.files if file.path == path), None)
 
+    def files_under(self, path: str) -> list[File]:
+        """The files at or under `path` ("" for all), by path."""
+        wanted = path.strip("/")
+        return [file for file in self.files if not wanted or file.path == wanted or file.path.startswith(wanted + "/")]
+
     def references(self) -> Iterator[ObjectId]:
         """Every tensor object that the snapshot needs, headers and side files included."""
         for file in self.files:

@@ -127,6 +127,16 @@ class Environment:
         except lmdb.Error as error:
             raise self.translate(error, needed) from error
 
+    def catch_up(self) -> None:
+        """Make read transactions see everything that is durable.
+
+        A process that is killed after LMDB wrote a transaction's meta page (which takes a sync of the disk), and before
+        it noted that in the shared lock file, leaves a transaction that is durable, and that no reader sees until the
+        next writer finds the dead one's lock. Whoever reads in order to remove things must be that writer first.
+        """
+        with self.write():
+            pass
+
     @contextmanager
     def _transaction(self, *, write: bool) -> Iterator[Transaction]:
         self._reopen_after_fork()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from mpfs.errors import IntegrityError, UsageError
 from mpfs.objects import BlobFile, BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor, block_id
 from mpfs.objects.dtypes import CODES
 from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
+from mpfs.objects.progress import Progress
 from mpfs.store.blocks import RAW, BlockInfo, stats_key
 from mpfs.store.environment import Transaction
 from mpfs.store.locks import repository_lock
@@ -80,7 +81,7 @@ def check(
     *,
     read_data: bool = False,
     subset: float | None = None,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
 ) -> FsckReport:
     """Check a store, reading only, under the shared lock: writers may go on, gc waits.
 
@@ -101,7 +102,7 @@ def check(
 @dataclass
 class _Check:
     store: Store
-    progress: Callable[[int, int], object] | None
+    progress: Progress | None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0))
     problems: dict[tuple[str, str], str] = field(default_factory=dict)
     used_plans: set[ObjectId] = field(default_factory=set)

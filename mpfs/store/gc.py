@@ -117,6 +117,7 @@ def execute_gc(
         plan = plan_gc(store, now=now, reflog_days=reflog_days)
     else:
         with repository_lock(store.path / "lock", exclusive=True, timeout=lock_timeout):
+            store.environment.catch_up()
             plan = _plan(store, now - reflog_days * DAY_SECONDS)
             _execute(store, plan)
             _settle(store, now)

@@ -156,6 +156,18 @@ class RefReader:
             raise NotFoundError(f"no ref {name}", ref=name)
         return ref
 
+    def branch_tip(self, name: str) -> ObjectId | None:
+        """Where the branch `name` is, None if it is still to be made.
+
+        Raises:
+            UsageError: no ref may be called that.
+            RefConflictError: it is a tag.
+        """
+        ref = self.find(check_ref_name(name))
+        if ref is not None and ref.kind != "branch":
+            raise RefConflictError(f"{name} is a tag, and tags do not move; choose a branch", ref=name)
+        return None if ref is None else ref.commit
+
     def all(self) -> list[Ref]:
         """Every ref, by name."""
         with self._environment.read() as txn:

@@ -12,25 +12,22 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
 
 from mpfs.errors import BadInputError, IntegrityError, MPFSError, NoSpaceError, UsageError
 from mpfs.formats.messages import show
 from mpfs.formats.safetensors import parse_header
 from mpfs.objects import ObjectId, SafetensorsFile, Snapshot, Tensor
+from mpfs.objects.progress import Progress
 from mpfs.store import Store
 from mpfs.store.filesystem import require_free_space
 from mpfs.vfs.layout import DEFAULT_METADATA, INDEX_PATH, FileLayout, ranges, synthesise_files
 from mpfs.vfs.reader import FileReader, SnapshotReader
 from mpfs.vfs.target import building, check_target, existing_parent, replace, resolve_target, sync_directory
-
-Progress: TypeAlias = "Callable[[int, int], object]"
-"""Called with bytes done and bytes in total, from the writing threads, one at a time."""
 
 WORKERS = 2
 TASK_BYTES = 256 << 20

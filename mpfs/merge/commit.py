@@ -1,0 +1,190 @@
+"""A merge as a transaction: plan it over commits, run the plan, publish the result as a commit on a branch."""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpfs.errors import IntegrityError, UsageError
+from mpfs.merge.compile import compile_plan
+from mpfs.merge.engine import Outcome, execute
+from mpfs.merge.fidelity import measure_fidelity
+from mpfs.merge.inputs import Model, ModelTensor, OnMismatch, fit
+from mpfs.merge.operators import get_operator
+from mpfs.merge.output import assemble
+from mpfs.merge.planner import Policy
+from mpfs.merge.recipe import Recipe, recipe_from_mapping
+from mpfs.merge.reports import MergeReport
+from mpfs.objects import Budget, Commit, Figures, Input, ModelRef, ObjectId, Plan, Run, Snapshot, Tensor, object_id
+from mpfs.objects.progress import Progress
+from mpfs.store import RefMove, Store, Writer
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """How a plan is run; see `Repository.merge`. `memory` in bytes."""
+
+    reuse: bool
+    verify_fidelity: bool
+    memory: int
+    threads: int | None
+    progress: Progress | None
+
+
+def load_model(store: Store, name: str, commit: ObjectId) -> Model:
+    """A commit as a model of a merge: its tensor objects by name; no block is read."""
+    snapshot_id = store.objects.get(Commit, commit).snapshot
+    snapshot = store.objects.get(Snapshot, snapshot_id)
+    tensors = {
+        key: ModelTensor(identity, store.objects.get(Tensor, identity)) for key, identity in snapshot.tensors.items()
+    }
+    return Model(ModelRef(name, commit, snapshot_id), tensors)
+
+
+def make_plan(
+    store: Store,
+    recipe: Recipe,
+    models: Sequence[Model],
+    *,
+    budget: Budget,
+    policy: Policy,
+    seed: int,
+    on_mismatch: OnMismatch,
+) -> Plan:
+    """Fit the models together and choose what to read; see `Repository.plan`."""
+    operator = get_operator(recipe.method)
+    fitted = fit(recipe, models, operator, on_mismatch)
+    return compile_plan(
+        recipe,
+        models,
+        fitted,
+        operator,
+        store.blocks,
+        block_size=store.info.block_size,
+        budget=budget,
+        policy=policy,
+        seed=seed,
+    )
+
+
+def check_plan(store: Store, plan: Plan) -> None:
+    """A plan from elsewhere must fit this repository.
+
+    Raises:
+        UsageError: it was made for another block size.
+        NotFoundError: one of its models is not here.
+        IntegrityError: one of its models is not what it was.
+    """
+    size = store.info.block_size
+    if plan.block_size != size:
+        raise UsageError(f"the plan was made for blocks of {plan.block_size:,} bytes, this repository has {size:,}")
+    for model in plan.models:
+        if store.objects.get(Commit, model.commit).snapshot != model.snapshot:
+            raise IntegrityError(f"the plan's model {model.name} is not what commit {model.commit[:12]} holds")
+
+
+def run_plan(
+    store: Store, plan: Plan, into: str, *, message: str | None, author: str, options: MergeOptions
+) -> MergeReport:
+    """Run a plan and commit its result to a branch; see `Repository.merge`."""
+    started, started_at = clock.monotonic(), int(clock.time())
+    tip = store.refs.branch_tip(into)
+    identity = object_id(plan.encode())
+    with store.writer() as writer:
+        outcome = execute(
+            plan,
+            store,
+            writer,
+            reuse=options.reuse,
+            threads=options.threads,
+            memory=options.memory,
+            progress=options.progress,
+        )
+        assembled = assemble(
+            store.objects.get(Snapshot, plan.models[plan.template].snapshot),
+            outcome.tensors,
+            plan.out_dtype or plan.work_dtype,
+            objects=store.objects,
+            blocks=store.blocks,
+            writer=writer,
+            block_size=store.info.block_size,
+        )
+        writer.flush()
+        fidelity = _measure(store, plan) if options.verify_fidelity else None
+        figures = _figures(plan, outcome, writer, clock.monotonic() - started, fidelity)
+        snapshot = object_id(assembled.snapshot.encode())
+        current = None if tip is None else store.objects.get(Commit, tip)
+        same = current is not None and current.snapshot == snapshot and current.plan == identity
+        if same and tip is not None:
+            result = tip
+        else:
+            commit = Commit(
+                snapshot=snapshot,
+                parents=() if tip is None else (tip,),
+                inputs=_inputs(plan),
+                plan=identity,
+                message=message or _message(plan),
+                author=author,
+                time=started_at,
+            )
+            result = writer.publish(
+                tensors=assembled.tensors,
+                snapshot=assembled.snapshot,
+                commit=commit,
+                plan=plan,
+                run=lambda made: Run(made, identity, started_at, figures),
+                move=RefMove(into, tip, "branch", f"merge: {plan.method}"),
+            )
+    return MergeReport(
+        result, into, snapshot, identity, plan.fidelity_predicted, figures, plan.notes, new_commit=not same
+    )
+
+
+def _figures(plan: Plan, outcome: Outcome, writer: Writer, seconds: float, fidelity: float | None) -> Figures:
+    return Figures(
+        expert_bytes_full=plan.cost.expert_bytes_full,
+        expert_bytes_planned=plan.cost.expert_bytes_planned,
+        expert_bytes_read=outcome.expert_bytes_read,
+        base_bytes_read=outcome.base_bytes_read,
+        bytes_written=writer.figures.bytes_written,
+        blocks_kept=outcome.blocks_kept,
+        blocks_computed=outcome.blocks_computed,
+        blocks_reused=outcome.blocks_reused,
+        blocks_deduplicated=writer.figures.deduplicated_blocks,
+        seconds=seconds,
+        fidelity=fidelity,
+    )
+
+
+def _measure(store: Store, plan: Plan) -> float:
+    """How close to the same merge, of the same commits, without a budget."""
+    full = make_plan(
+        store,
+        recipe_from_mapping(plan.recipe),
+        [load_model(store, model.name, model.commit) for model in plan.models],
+        budget=Budget(),
+        policy="energy",
+        seed=plan.seed,
+        on_mismatch="base",
+    )
+    return measure_fidelity(plan, full, store)
+
+
+def _inputs(plan: Plan) -> tuple[Input, ...]:
+    return tuple(
+        Input("base" if index == plan.base else "expert", model.name, model.commit)
+        for index, model in enumerate(plan.models)
+    )
+
+
+def _message(plan: Plan) -> str:
+    experts = [model.name for index, model in enumerate(plan.models) if index != plan.base]
+    base = "" if plan.base is None else f" into {plan.models[plan.base].name}"
+    limit = {
+        "none": "",
+        "bytes": f", budget {int(plan.budget.value):,} bytes",
+        "percent": f", budget {plan.budget.value:g}%",
+        "fidelity": f", fidelity {plan.budget.value:g}",
+    }[plan.budget.kind]
+    return f"Merge {', '.join(experts)}{base} ({plan.method}{limit})"
