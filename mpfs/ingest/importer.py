@@ -12,10 +12,11 @@ from pathlib import Path
 from mpfs.errors import BadInputError, FormatError, NotFoundError
 from mpfs.formats import huggingface, safetensors, torch_file
 from mpfs.formats.messages import count, is_unicode, listing, show
-from mpfs.ingest.pipeline import Progress, TensorJob, store_tensors
+from mpfs.ingest.pipeline import TensorJob, store_tensors
 from mpfs.ingest.source import ByteSource, KnownBytes, MemoryBytes, SourceFile, SourceFiles, TensorBytes, source_files
 from mpfs.objects import BlobFile, File, SafetensorsFile, Snapshot, Tensor, object_id
 from mpfs.objects.dtypes import nbytes
+from mpfs.objects.progress import Progress
 from mpfs.store import Writer
 from mpfs.vfs.layout import INDEX_PATH, SINGLE_PATH, synthesise_files
 
