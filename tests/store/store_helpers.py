@@ -122,15 +122,16 @@ def publish(
         )
 
 
-def merge(store: Store, base: ObjectId, expert: ObjectId, *, ref: str = "merged", seed: int = 9) -> ObjectId:
+def merge(
+    store: Store, base: ObjectId, expert: ObjectId, *, ref: str = "merged", seed: int = 9, time: int = NOW
+) -> ObjectId:
     """Publish a commit with a plan and a run, made of two others."""
     triples = []
     for commit in (base, expert):
         snapshot = store.objects.get(Commit, commit).snapshot
         triples.append((commit, snapshot, next(iter(store.objects.get(Snapshot, snapshot).tensors.values()))))
-    return publish(
-        store, {"w": data(seed)}, ref=ref, parents=[base], inputs=[base, expert], plan=plan_of(triples)
-    )  # fmt: skip
+    weights = {"w": data(seed)}
+    return publish(store, weights, ref=ref, parents=[base], inputs=[base, expert], plan=plan_of(triples), time=time)
 
 
 def remove(store: Store, ref: str, *, time: int = NOW) -> None:
@@ -157,7 +158,9 @@ def counts(store: Store) -> dict[str, int]:
 
 def assert_clean(store: Store, *, read_data: bool = True) -> None:
     """No problems."""
-    assert check(store, read_data=read_data).problems == ()
+    problems = check(store, read_data=read_data).problems
+    if problems:
+        raise AssertionError(f"{len(problems)} problems, the first of which are {problems[:3]}")
 
 
 def python(code: str, *arguments: str) -> subprocess.Popen[str]:

@@ -9,7 +9,7 @@ from store_helpers import NOW, data, publish, remove
 
 from mpfs.errors import IntegrityError, NotFoundError, RefConflictError, UsageError
 from mpfs.store import Store, check_ref_name
-from mpfs.store.refs import RefKind, decode_ref, decode_reflog_entry
+from mpfs.store.refs import RefKind, decode_ref, decode_reflog_entry, set_ref
 
 pytest_plugins = ["store_fixtures"]
 
@@ -114,8 +114,6 @@ def test_every_move_is_logged_in_order(store: Store) -> None:
 def test_the_log_keeps_its_order_past_256_moves(store: Store) -> None:
     one = publish(store, {"w": data(1)})
     with store.environment.write() as txn:
-        from mpfs.store.refs import set_ref
-
         for _ in range(300):
             set_ref(txn, "main", one, expected=one, kind="branch", time=NOW, author="t", reason="again")
     assert [entry.sequence for entry in store.refs.log("main")] == list(range(301))

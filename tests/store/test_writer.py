@@ -7,12 +7,14 @@ import gc
 import os
 import re
 import resource
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import lmdb
 import pytest
 from store_helpers import (
     NOW,
@@ -255,14 +257,13 @@ def test_errors_of_the_background_thread_surface(store: Store, monkeypatch: pyte
         monkeypatch.setattr(writer, "_write", lambda batch: (_ for _ in ()).throw(NoSpaceError("full")))
         writer.put_block(staged(b"a" * 1000))
         with pytest.raises(NoSpaceError):
-            for index in range(3):
-                writer.put_block(staged(unlike(index, 1000)))
+            writer.put_block(staged(b"b" * 1000))
         with pytest.raises(NoSpaceError):
             writer.flush()
 
 
 def test_leaving_without_publishing_leaves_only_garbage(store: Store) -> None:
-    with pytest.raises(KeyboardInterrupt), store.writer() as writer:
+    with pytest.raises(KeyboardInterrupt), store.writer() as writer:  # noqa: PT012
         writer.put_block(staged(b"kept"))
         writer.flush()
         writer.put_block(staged(b"not even written"))
@@ -363,7 +364,7 @@ def test_a_disk_that_others_fill_and_clear(small_disk: Path) -> None:
     store = Store.create(small_disk / "repo")
     first = publish(store, {"w": data(1)})
     other = small_disk / "other"
-    with pytest.raises(OSError), other.open("wb") as file:  # noqa: PT011
+    with pytest.raises(OSError), other.open("wb") as file:  # noqa: PT011, PT012
         while True:
             file.write(bytes(64 << 10))
             file.flush()
@@ -389,11 +390,7 @@ def test_a_disk_that_others_fill_and_clear(small_disk: Path) -> None:
 def test_lmdbs_words_for_a_full_disk(
     store: Store, monkeypatch: pytest.MonkeyPatch, code: int, free: int, expected: type[MPFSError]
 ) -> None:
-    import lmdb
-
-    from mpfs.store import environment
-
-    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free})())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": free})())
     error = store.environment.translate(lmdb.Error(f"mdb_txn_commit: {os.strerror(code)}"), 5000)
     assert type(error) is expected
 
