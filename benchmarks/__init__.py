@@ -1,0 +1,1 @@
+"""Benchmarks: what MPFS promises about speed, memory and fidelity, as ratios measured in one run."""

@@ -1,0 +1,31 @@
+"""`make bench`: run one benchmark by name, or all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run as a script (so that `make bench` needs no installation of this directory): its parent is the import root.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import throughput  # after the path is set
+
+BENCHMARKS = {"throughput": throughput.main}
+
+
+def main(arguments: list[str]) -> int:
+    """Run what was named first among the arguments; the rest goes to it."""
+    names = list(BENCHMARKS)
+    if arguments and arguments[0] in BENCHMARKS:
+        names, arguments = [arguments[0]], arguments[1:]
+    elif arguments and not arguments[0].startswith("-"):
+        print(f"no benchmark is called {arguments[0]}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    for name in names:
+        print(f"# {name}", flush=True)
+        BENCHMARKS[name](arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
