@@ -65,16 +65,16 @@ def import_checkpoint(
                 parents=() if tip is None else (tip,),
                 inputs=inputs,
                 plan=None,
-                message=message or f"Import {source.name or source.resolve().name}",
+                message=_text(message or f"Import {source.name or source.resolve().name}"),
                 author=author,
                 time=int(clock.time()),
-                source=str(source.resolve()),
+                source=_text(str(source.resolve())),
             )
             identity = writer.publish(
                 tensors=found.tensors,
                 snapshot=found.snapshot,
                 commit=commit,
-                move=RefMove(ref, tip, "branch", f"import: {source}"),
+                move=RefMove(ref, tip, "branch", _text(f"import: {source}")),
             )
         figures = writer.figures
     return ImportReport(
@@ -90,3 +90,8 @@ def import_checkpoint(
         new_commit=not same,
         skipped=found.skipped,
     )
+
+
+def _text(text: str) -> str:
+    """Text that can be stored: what is not Unicode in a path or an argument becomes an escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

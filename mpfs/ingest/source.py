@@ -62,11 +62,13 @@ class SourceFile:
         """Exactly `size` bytes from `offset`, of a range that was announced.
 
         Raises:
-            FormatError: the file has become shorter, or is another one.
+            FormatError: the file has become shorter, is another one, or gone.
             BadInputError: it cannot be read.
         """
         try:
             data = self._pread(offset, size)
+        except FileNotFoundError as error:
+            raise self._changed() from error
         except OSError as error:
             self._fail(error)
         with self._lock:

@@ -44,7 +44,7 @@ def assert_clean(repository: Repository) -> None:
 
 
 @contextmanager
-def refused(repository: Repository, error: type[MPFSError], match: str = "") -> Iterator[None]:
+def refused(repository: Repository, error: type[MPFSError], match: str | None = None) -> Iterator[None]:
     """The block raises just this error, leaves refs and objects as they are, and the repository whole."""
     before = object_counts(repository), repository.refs(), repository.reflog()
     with pytest.raises(error, match=match) as caught:
