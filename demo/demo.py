@@ -46,8 +46,7 @@ class Terminal:
             [self.command, *line.split()[1:]],
             cwd=self.directory,
             env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             check=False,
         )
