@@ -5,23 +5,31 @@ Reads statistics and block sizes, never a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from math import isfinite
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpfs.errors import BudgetInfeasibleError
+from mpfs.errors import BudgetInfeasibleError, UsageError
 from mpfs.merge.inputs import Fit, Model, ModelTensor, TensorInputs, keeps_value
 from mpfs.merge.operators import Operator
-from mpfs.merge.planner import Candidates, Choice, Policy, choose, predicted_fidelity
+from mpfs.merge.planner import Candidates, Choice, Policy, choose, predicted_fidelity, rank
 from mpfs.merge.recipe import Recipe
 from mpfs.objects import BlockId, Budget, Cost, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.stats import delta_gram
 from mpfs.stats.stored import blocks_per_column, column_records
 from mpfs.store import BlockReader
+
+_LARGEST = 1e150
+"""Products of deltas are cut to this, so that sums of them stay finite whatever the weights are."""
+
+_ROUNDS = 8
+"""How often a budget is given out again that blocks in several places have left over."""
 
 COMPAT = "mergekit-0.1.5"
 
@@ -63,7 +71,9 @@ def compile_plan(
 
     Raises:
         BudgetInfeasibleError: the method must read more than the budget allows.
+        UsageError: a budget or fidelity that cannot be meant.
     """
+    _check_budget(budget)
     weighed = {
         inputs.name: _Weighed(inputs, _candidates(inputs, operator, reader))
         for inputs in fitted.tensors
@@ -91,10 +101,21 @@ def compile_plan(
         budget=budget,
         policy=policy,
         tensors=tensors,
-        cost=_cost(fitted, tensors, full, _distinct_bytes(weighed, choices)),
+        cost=_cost(fitted, tensors, full, _distinct_bytes(weighed, choices), block_size),
         fidelity_predicted=_fidelity(choices),
         notes=fitted.notes,
     )
+
+
+def _check_budget(budget: Budget) -> None:
+    """Whether the number makes sense for its kind."""
+    value = budget.value
+    largest = {"none": value, "bytes": value, "percent": 100.0, "fidelity": 1.0}[budget.kind]
+    if not (isfinite(value) and 0.0 <= value <= largest):
+        asked = {"percent": f"{value:g}%", "bytes": f"{value:,.0f} bytes"}.get(budget.kind, f"{value:g}")
+        allowed = {"percent": "between 0% and 100%", "fidelity": "between 0 and 1"}.get(budget.kind, "0 or more bytes")
+        what = "fidelity" if budget.kind == "fidelity" else "budget"
+        raise UsageError(f"a {what} of {asked}: it must be {allowed}")
 
 
 def _limit(budget: Budget, full: int) -> int | None:
@@ -125,10 +146,30 @@ def _choose(
             required=required,
             budget=limit,
         )
-    rest = None if limit is None else limit - required
-    candidates = [item.candidates for item in free.values()]
-    choices = choose(candidates, budget=rest, fidelity=fidelity, policy=policy, seed=seed)
-    return {**chosen, **dict(zip(free, choices.tensors, strict=True))}
+    ranked = rank([item.candidates for item in free.values()], policy=policy, seed=seed)
+
+    def choose_free(rest: int | None) -> _Chosen:
+        choices = ranked.choose(budget=rest, fidelity=fidelity)
+        return {**chosen, **dict(zip(free, choices.tensors, strict=True))}
+
+    if limit is None:
+        return choose_free(None)
+    best = choose_free(limit - required)
+    # The planner counts a block in every place where it is read, but it is read once: what that saves is given out too.
+    for _ in range(_ROUNDS):
+        spare = limit - _distinct_bytes(weighed, best)
+        counted = sum(int(item.candidates.cost[best[name].read].sum()) for name, item in free.items())
+        if counted <= limit - required - spare:
+            break
+        wider = choose_free(counted + spare)
+        if _distinct_bytes(weighed, wider) > limit or _left_out(wider) >= _left_out(best):
+            break
+        best = wider
+    return best
+
+
+def _left_out(choices: _Chosen) -> float:
+    return sum(choice.energy_left_out for choice in choices.values())
 
 
 def _fidelity(choices: _Chosen) -> float:
@@ -139,7 +180,7 @@ def _fidelity(choices: _Chosen) -> float:
 def _candidates(inputs: TensorInputs, operator: Operator, reader: BlockReader) -> Candidates:
     elements = inputs.column_elements
     experts = [item.tensor for _, item in inputs.experts]
-    columns = -(-experts[0].numel // elements)
+    columns = -(-inputs.numel // elements)
     base = None if inputs.base is None else inputs.base.tensor
     cost = np.zeros((columns, len(experts)), np.int64)
     for index, expert in enumerate(experts):
@@ -149,9 +190,11 @@ def _candidates(inputs: TensorInputs, operator: Operator, reader: BlockReader) -
     records = np.stack([column_records(reader, expert, elements) for expert in experts])
     gram = delta_gram(column_records(reader, base, elements), records)
     weights = [float(values.get("weight", 1.0)) for values in inputs.parameters.experts]
-    for i, first in enumerate(weights):
-        for j, second in enumerate(weights):
-            gram[:, i, j] *= first * second
+    with np.errstate(over="ignore", invalid="ignore"):
+        for i, first in enumerate(weights):
+            for j, second in enumerate(weights):
+                gram[:, i, j] *= first * second
+    gram = np.nan_to_num(gram, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST).clip(-_LARGEST, _LARGEST)
     # An equal block has no delta, whatever rounding left in the sketches.
     same = cost == 0
     gram[same[:, :, None] | same[:, None, :]] = 0.0
@@ -160,26 +203,46 @@ def _candidates(inputs: TensorInputs, operator: Operator, reader: BlockReader) -
 
 def _column_cost(expert: Tensor, base: Tensor | None, elements: int) -> NDArray[np.int64]:
     width = blocks_per_column(expert, elements)
-    sizes = np.array([size for _, size in expert.sized_blocks()], np.int64)
-    if base is not None and base.dtype == expert.dtype:
-        same = np.array([ours == theirs for ours, theirs in zip(expert.blocks, base.blocks, strict=True)], bool)
-        sizes[same] = 0
+    sizes = np.where(_differing(expert, base), _block_sizes(expert), 0)
     padded = np.zeros(-(-len(sizes) // width) * width, np.int64)
     padded[: len(sizes)] = sizes
     total: NDArray[np.int64] = padded.reshape(-1, width).sum(axis=1)
     return total
 
 
+def _block_sizes(tensor: Tensor) -> NDArray[np.int64]:
+    sizes = np.full(len(tensor.blocks), tensor.block_size, np.int64)
+    if len(sizes):
+        sizes[-1] = tensor.block_nbytes(len(sizes) - 1)
+    return sizes
+
+
+def _differing(expert: Tensor, base: Tensor | None) -> NDArray[np.bool_]:
+    """Which of an expert's blocks are not the base's at that place; shape (blocks,)."""
+    if base is None or base.dtype != expert.dtype:
+        return np.ones(len(expert.blocks), bool)
+    return np.array([ours != theirs for ours, theirs in zip(expert.blocks, base.blocks, strict=True)], bool)
+
+
 def _distinct_bytes(weighed: _Merged, choices: _Chosen) -> int:
     """Bytes of the distinct expert blocks that a choice reads."""
     sizes: dict[BlockId, int] = {}
     for name, item in weighed.items():
-        choice = choices[name]
+        base = None if item.inputs.base is None else item.inputs.base.tensor
         for index, (_, expert) in enumerate(item.inputs.experts):
-            columns = np.flatnonzero(choice.read[:, index]).tolist()
-            for column in columns:
-                sizes.update(column_blocks(expert.tensor, column, item.inputs.column_elements, item.inputs.base))
+            read = choices[name].read[:, index]
+            sizes.update(_blocks_in(expert.tensor, read, item.inputs.column_elements, _differing(expert.tensor, base)))
     return sum(sizes.values())
+
+
+def _blocks_in(
+    tensor: Tensor, columns: NDArray[np.bool_], column_elements: int, wanted: NDArray[np.bool_] | None = None
+) -> Iterator[tuple[BlockId, int]]:
+    """The blocks (with sizes) of the marked columns of a tensor, of those that are wanted."""
+    inside = np.repeat(columns, blocks_per_column(tensor, column_elements))[: len(tensor.blocks)]
+    if wanted is not None:
+        inside = inside & wanted
+    return compress(tensor.sized_blocks(), inside.tolist())
 
 
 def column_blocks(
@@ -188,12 +251,14 @@ def column_blocks(
     """The blocks (with sizes) that an expert's column consists of, less those that are the base's at that place."""
     width = blocks_per_column(expert, column_elements)
     start, stop = column * width, min((column + 1) * width, len(expert.blocks))
-    aligned = base is not None and base.tensor.dtype == expert.dtype
-    return [
-        (expert.blocks[index], expert.block_nbytes(index))
-        for index in range(start, stop)
-        if not (aligned and base is not None and base.tensor.blocks[index] == expert.blocks[index])
-    ]
+    run = expert.blocks[start:stop]
+    sizes = [expert.block_size] * len(run)
+    if stop == len(expert.blocks) and run:
+        sizes[-1] = expert.block_nbytes(stop - 1)
+    if base is None or base.tensor.dtype != expert.dtype:
+        return list(zip(run, sizes, strict=True))
+    theirs = base.tensor.blocks[start:stop]
+    return [(block, size) for block, size, other in zip(run, sizes, theirs, strict=True) if block != other]
 
 
 def _plan_tensor(inputs: TensorInputs, choice: Choice | None, operator: Operator) -> PlanTensor:
@@ -208,12 +273,11 @@ def _plan_tensor(inputs: TensorInputs, choice: Choice | None, operator: Operator
             None if inputs.base is None else inputs.base.identity,
             note=inputs.note,
         )
-    count = -(-inputs.experts[0][1].tensor.numel // elements)
-    computed: NDArray[np.bool_] = np.ones(count, bool)
+    computed: NDArray[np.bool_] = np.ones(len(choice.read), bool)
     if _kept_exactly(inputs, operator):
         computed = np.asarray(choice.read.any(axis=1), bool)
     base = None if inputs.base is None else inputs.base.identity
-    if not computed.any() and inputs.base is not None:
+    if inputs.base is not None and inputs.base.tensor.dtype == inputs.out_dtype and not computed.any():
         equal = all(item.identity == base for _, item in inputs.experts)
         note = "all experts equal the base" if equal else None
         return PlanTensor(
@@ -245,6 +309,7 @@ def _plan_tensor(inputs: TensorInputs, choice: Choice | None, operator: Operator
         energy=choice.energy,
         energy_left_out=choice.energy_left_out,
         cosine=choice.cosine,
+        note=inputs.note,
     )
 
 
@@ -256,7 +321,7 @@ def _kept_exactly(inputs: TensorInputs, operator: Operator) -> bool:
     return dtype == inputs.out_dtype and keeps_value(dtype, inputs.work_dtype)
 
 
-def _cost(fitted: Fit, tensors: Sequence[PlanTensor], full: int, planned: int) -> Cost:
+def _cost(fitted: Fit, tensors: Sequence[PlanTensor], full: int, planned: int, block_size: int) -> Cost:
     base_blocks: dict[BlockId, int] = {}
     written = kept = computed = 0
     for inputs, tensor in zip(fitted.tensors, tensors, strict=True):
@@ -265,15 +330,14 @@ def _cost(fitted: Fit, tensors: Sequence[PlanTensor], full: int, planned: int) -
             kept += len(inputs.base.tensor.blocks) if inputs.base else 0
             continue
         size = tensor.column_elements * itemsize(tensor.dtype)
-        per_column = size // inputs.experts[0][1].tensor.block_size
-        total_blocks = -(-nbytes // inputs.experts[0][1].tensor.block_size)
-        for column in tensor.columns.columns():
-            bytes_here = min(size, nbytes - column * size)
-            written += bytes_here
-            computed += min(per_column, total_blocks - column * per_column)
-            if inputs.base is not None:
-                base_blocks.update(column_blocks(inputs.base.tensor, column, tensor.column_elements, None))
-        kept += total_blocks - sum(
-            min(per_column, total_blocks - column * per_column) for column in tensor.columns.columns()
-        )
+        columns = np.zeros(tensor.column_count, bool)
+        for start, stop in tensor.columns.ranges:
+            columns[start:stop] = True
+        here = int(columns.sum()) * size - (tensor.column_count * size - nbytes if columns[-1:].any() else 0)
+        blocks = int(np.repeat(columns, size // block_size)[: -(-nbytes // block_size)].sum())
+        written += here
+        computed += blocks
+        kept += -(-nbytes // block_size) - blocks
+        if inputs.base is not None:
+            base_blocks.update(_blocks_in(inputs.base.tensor, columns, tensor.column_elements))
     return Cost(full, planned, sum(base_blocks.values()), written, kept, computed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -110,11 +111,17 @@ class DeltaIterator:
         self._selected = [frozenset(selection.columns()) for selection in tensor.selections]
 
     def __iter__(self) -> Iterator[Column]:
-        """Every column that has an expert to read, and the others too, in order: what `prepare` streams over."""
-        for column in range(self._tensor.column_count):
-            if column % _PREFETCH_COLUMNS == 0:
-                self.prefetch(range(column, min(column + _PREFETCH_COLUMNS, self._tensor.column_count)))
-            yield self.read(column)
+        """The columns that are computed, in order: what `prepare` streams over. In the others no delta is read."""
+        for columns in self.batches():
+            self.prefetch(columns)
+            for column in columns:
+                yield self.read(column)
+
+    def batches(self) -> Iterator[list[int]]:
+        """The columns that are computed, in order, so many at a time as should be asked of the disk together."""
+        columns = self._tensor.columns.columns()
+        while batch := list(islice(columns, _PREFETCH_COLUMNS)):
+            yield batch
 
     def expert_blocks(self, column: int) -> list[tuple[BlockId, ...] | None]:
         """For each expert the ids of its blocks in a column, or None where it is left out: what the result depends on."""

@@ -204,7 +204,7 @@ class _Execution:
             numel=tensor.numel,
             dtype=work,
             seed=self.plan.seed,
-            expert_keys=tuple(self.plan.models[model].snapshot for model, _ in tensor.experts),
+            expert_keys=expert_keys(self.plan, tensor),
             left_out=left_out(self.store, tensor, inputs),
         )
         parameters = Parameters(tensor.shared, tensor.parameters)
@@ -322,6 +322,14 @@ def _computed_bytes(tensor: PlanTensor) -> int:
     size = tensor.column_elements * itemsize(tensor.dtype)
     nbytes = tensor.numel * itemsize(tensor.dtype)
     return sum(min(stop * size, nbytes) - start * size for start, stop in tensor.columns.ranges)
+
+
+def expert_keys(plan: Plan, tensor: PlanTensor) -> tuple[str, ...]:
+    """What random draws tell the experts of a tensor apart by: the recipe's names.
+
+    A snapshot's id would not do: it depends on the block size, which must not change a merge.
+    """
+    return tuple(plan.models[model].name for model, _ in tensor.experts)
 
 
 def left_out(store: Store, tensor: PlanTensor, inputs: PlanInputs) -> tuple[tuple[LeftOut, ...], ...]:

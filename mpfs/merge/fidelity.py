@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks
-from mpfs.merge.engine import left_out
+from mpfs.merge.engine import expert_keys, left_out
 from mpfs.merge.operators import Operator, Parameters, TensorContext, get_operator
 from mpfs.objects import Plan, PlanTensor, Selection
 from mpfs.objects.progress import Progress
@@ -88,7 +88,7 @@ class _Side:
             numel=tensor.numel,
             dtype=torch.float64,
             seed=plan.seed,
-            expert_keys=tuple(plan.models[model].snapshot for model, _ in tensor.experts),
+            expert_keys=expert_keys(plan, tensor),
             left_out=left_out(store, tensor, inputs),
         )
         self._prepared = operator.prepare(self._context, self._parameters, lambda: iter(self._columns))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal, TypeAlias
 
 from mpfs.errors import MismatchError, RecipeError
@@ -19,7 +20,7 @@ from mpfs.objects.plan import Scalar
 
 OnMismatch: TypeAlias = Literal["error", "base"]
 
-_SHOWN = 5
+_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,9 @@ class TensorInputs:
     """One output tensor and what goes into it.
 
     `base` is None where the method has no base or the base has no such tensor. `experts` are (model index, tensor),
-    in listing order. `work_dtype` is what arithmetic runs in, `out_dtype` what is stored. A tensor that is not merged
-    (`merged` False) is the base's, as it is, for the reason in `note`.
+    in listing order; there may be none of a tensor that only has to change its dtype. `work_dtype` is what arithmetic
+    runs in, `out_dtype` what is stored. A tensor that is not merged (`merged` False) is the base's, as it is, for the
+    reason in `note`.
     """
 
     name: str
@@ -56,6 +58,11 @@ class TensorInputs:
     out_dtype: str
     merged: bool
     note: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
     @property
     def column_elements(self) -> int:
@@ -85,9 +92,10 @@ class _Report:
     reshaped: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
+    impossible: list[str] = field(default_factory=list)
 
     def raise_or_notes(self) -> tuple[str, ...]:
-        errors: list[str] = []
+        errors = list(self.impossible)
         notes: list[str] = []
         lenient = notes if self.on_mismatch == "base" else errors
         if self.reshaped:
@@ -103,7 +111,7 @@ class _Report:
                 problems=errors,
             )
         for name, tensors in self.missing.items():
-            notes.append(f"{name} has no {_some(tensors)}: merged without it there")
+            notes.append(f"{name} lacks {len(tensors)} tensors, merged without it there: {_some(tensors)}")
         if self.opaque:
             notes.append(f"not floating point, equal in all models, carried over: {_some(self.opaque)}")
         return tuple(notes)
@@ -196,13 +204,14 @@ def _fit_tensor(
     for index in expert_indices:
         if name not in models[index].tensors:
             report.missing.setdefault(models[index].ref.name, []).append(name)
-    first = base or models[template].tensors.get(name) or present[0][1]
+    owner = template if name in models[template].tensors else present[0][0]
+    first = models[owner].tensors[name]
     experts: list[tuple[int, ModelTensor]] = []
     for index, item in present:
         if item.tensor.shape != first.tensor.shape:
             report.reshaped.append(
                 f"{name} is {list(item.tensor.shape)} in {models[index].ref.name}, {list(first.tensor.shape)} in "
-                f"{models[template].ref.name}"
+                f"{models[owner].ref.name}"
             )
         else:
             experts.append((index, item))
@@ -218,18 +227,24 @@ def _fit_tensor(
         else:
             report.opaque.append(f"{name} ({first.tensor.dtype})")
         return unmerged("not floating point")
-    if not experts:
-        return unmerged("no expert has it")
     work = recipe.dtype or promote(dtypes)
+    alone = None if experts else "no expert has it" if not present else "no expert has it in this shape"
+    if alone is not None and (recipe.out_dtype or work) == first.tensor.dtype:
+        return unmerged(alone)
+    parameters = parameters_of(recipe, operator, [index for index, _ in experts])
+    if 0 < len(experts) < len(expert_indices):
+        # What is right for all models may not be for those that have this tensor.
+        report.impossible.extend(f"{name}: {problem}" for problem in operator.validate(parameters))
     return TensorInputs(
         name=name,
         shape=first.tensor.shape,
         base=base,
         experts=tuple(experts),
-        parameters=parameters_of(recipe, operator, [index for index, _ in experts]),
+        parameters=parameters,
         work_dtype=work,
         out_dtype=recipe.out_dtype or work,
         merged=True,
+        note=alone,
     )
 
 

@@ -73,11 +73,13 @@ class Choices:
 
 @dataclass(slots=True)
 class _Moves:
-    """All tensors' moves, as parallel arrays; `position` is the place in the column's chain."""
+    """All tensors' moves, as parallel arrays. `position` is the place in the column's chain, `key` what they are sorted
+    by, least first; it does not fall along a chain."""
 
     tensor: IntArray
     column: IntArray
     position: IntArray
+    key: FloatArray
     gain: FloatArray
     cost: IntArray
     experts: BoolArray
@@ -87,10 +89,48 @@ class _Moves:
             self.tensor[order],
             self.column[order],
             self.position[order],
+            self.key[order],
             self.gain[order],
             self.cost[order],
             self.experts[order],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Candidates with everything that could be read of them, in the order in which it is worth its bytes."""
+
+    _candidates: Sequence[Candidates]
+    _energy: list[FloatArray]
+    _moves: _Moves
+
+    def choose(self, *, budget: int | None = None, fidelity: float | None = None) -> Choices:
+        """Choose what to read; see `choose`."""
+        total = 0.0
+        for column in self._energy:
+            total += _ordered_sum(column)
+        moves = self._moves
+        taken = _take(moves, budget, None if fidelity is None else total * (1.0 - fidelity) ** 2, total)
+        read: list[BoolArray] = [np.zeros(item.cost.shape, bool) for item in self._candidates]
+        for index in np.flatnonzero(taken).tolist():
+            chosen = read[int(moves.tensor[index])]
+            chosen[int(moves.column[index])] |= moves.experts[index, : chosen.shape[1]]
+        return _choices(self._candidates, self._energy, read)
+
+
+def rank(candidates: Sequence[Candidates], *, policy: Policy = "energy", seed: int = 0) -> Ranked:
+    """Put everything that could be read in order.
+
+    Args:
+        candidates: every tensor that is merged, in plan order.
+        policy: "energy" takes what keeps most delta energy per byte, "uniform" spreads the bytes evenly over every
+            tensor's columns, "random" draws blocks at random (a baseline).
+        seed: for "random".
+    """
+    width = max((item.cost.shape[1] for item in candidates), default=0)
+    moves = _concatenate([_chains(index, item, policy, seed, width) for index, item in enumerate(candidates)], width)
+    moves = moves.take(np.lexsort((moves.position, moves.column, moves.tensor, moves.key)))
+    return Ranked(candidates, [item.energy for item in candidates], moves)
 
 
 def choose(
@@ -104,25 +144,17 @@ def choose(
     """Choose what to read.
 
     Args:
-        candidates: every tensor that is merged, in plan order.
+        candidates, policy, seed: see `rank`.
         budget: the most bytes to read; None: no limit.
         fidelity: stop as soon as the predicted fidelity reaches this; None: use the budget up.
-        policy: "energy" takes what keeps most delta energy per byte, "uniform" spreads the bytes evenly over every
-            tensor's columns, "random" draws blocks at random (a baseline).
-        seed: for "random".
 
     Returns:
         The choice. Its predicted fidelity is 1 - sqrt(energy left out / energy): 1 - |M_budget - M_full| /
         |M_full - base| for methods that are linear in the deltas, and an estimate for the others.
     """
-    width = max((item.cost.shape[1] for item in candidates), default=0)
-    chains = [_chains(index, item, policy, width) for index, item in enumerate(candidates)]
-    moves = _concatenate(chains, width)
-    moves = moves.take(_order(moves, candidates, policy, seed))
-    energy = [item.energy for item in candidates]
-    total = float(sum(float(_ordered_sum(column)) for column in energy))
-    taken = _take(moves, budget, None if fidelity is None else total * (1.0 - fidelity) ** 2, total)
-    return _choices(candidates, energy, moves, taken)
+    if budget is None and fidelity is None:
+        return _choices(candidates, [item.energy for item in candidates], [item.cost > 0 for item in candidates])
+    return rank(candidates, policy=policy, seed=seed).choose(budget=budget, fidelity=fidelity)
 
 
 def predicted_fidelity(choices: Iterable[Choice]) -> float:
@@ -144,51 +176,57 @@ def _loss(gram: FloatArray, left_out: BoolArray) -> FloatArray:
     return total
 
 
-def _chains(index: int, item: Candidates, policy: Policy, width: int) -> _Moves:
-    """The moves of one tensor, along each column's chain, of falling gain per byte."""
-    count = item.cost.shape[1]
+def _chains(index: int, item: Candidates, policy: Policy, seed: int, width: int) -> _Moves:
+    """The moves of one tensor, along each column's chain."""
+    columns, count = item.cost.shape
+    drawn = np.zeros((columns, count))
+    if policy == "random":
+        key = stream_key(seed, item.name, "planner")
+        drawn = uniform_bits(key, 0, item.cost.size).astype(np.float64).reshape(columns, count)
+    spread = _van_der_corput(columns)
     costly = item.cost > 0
     if item.whole_columns:
         chosen = np.flatnonzero(costly.any(axis=1))
         experts = np.zeros((len(chosen), width), bool)
         experts[:, :count] = costly[chosen]
-        gain = item.energy[chosen]
-        return _Moves(
-            np.full(len(chosen), index),
-            chosen,
-            np.zeros(len(chosen), np.int64),
-            gain,
-            item.cost[chosen].sum(1),
-            experts,
-        )
-    order, gains, costs = _forward(item)
+        gain, cost = item.energy[chosen], item.cost[chosen].sum(axis=1)
+        keys = {"energy": -gain / cost, "uniform": spread[chosen], "random": drawn[chosen, :1].sum(axis=1)}
+        return _moves(index, chosen, 0, keys[policy], gain, cost, experts)
+    # What is free comes first in every chain, and needs no move.
+    given = np.where(costly, drawn, -1.0).argsort(axis=1, kind="stable") if policy == "random" else None
+    order, gains, costs = _forward(item, given)
     if policy == "energy":
         return _hull(index, order, gains, costs, width)
-    steps = [
-        (np.flatnonzero(costs[:, step] > 0), step) for step in range(count)
-    ]  # one move a block; free ones need no move
     parts = []
-    for chosen, step in steps:
+    free = (~costly).sum(axis=1)
+    for step in range(count):
+        chosen = np.flatnonzero(costs[:, step] > 0)
+        taken = order[chosen, step]
         experts = np.zeros((len(chosen), width), bool)
-        experts[np.arange(len(chosen)), order[chosen, step]] = True
-        parts.append(
-            _Moves(
-                np.full(len(chosen), index),
-                chosen,
-                np.full(len(chosen), step),
-                gains[chosen, step],
-                costs[chosen, step],
-                experts,
-            )
-        )
+        experts[np.arange(len(chosen)), taken] = True
+        key = drawn[chosen, taken] if policy == "random" else (spread[chosen] + step - free[chosen]) / count
+        parts.append(_moves(index, chosen, step, key, gains[chosen, step], costs[chosen, step], experts))
     return _concatenate(parts, width)
 
 
-def _forward(item: Candidates) -> tuple[IntArray, FloatArray, IntArray]:
+def _moves(
+    index: int,
+    columns: IntArray,
+    position: int,
+    key: FloatArray,
+    gain: FloatArray,
+    cost: IntArray,
+    experts: BoolArray,
+) -> _Moves:
+    count = len(columns)
+    return _Moves(np.full(count, index), columns, np.full(count, position), key, gain, cost, experts)
+
+
+def _forward(item: Candidates, given: IntArray | None = None) -> tuple[IntArray, FloatArray, IntArray]:
     """Forward selection in every column at once: at each step, the expert whose reading lowers the loss most per byte.
 
     Returns (C, E) arrays: the expert taken at each step, the loss that this takes away, and its bytes. Experts that
-    cost nothing come first.
+    cost nothing come first. With `given` that is the order, and only the gains are found.
     """
     columns, count = item.cost.shape
     left = np.ones((columns, count), bool)
@@ -196,17 +234,23 @@ def _forward(item: Candidates) -> tuple[IntArray, FloatArray, IntArray]:
     gains = np.zeros((columns, count))
     costs = np.zeros((columns, count), np.int64)
     rows = np.arange(columns)
-    diagonal = np.stack([item.gram[:, i, i] for i in range(count)], axis=1)
+    diagonal = np.einsum("cii->ci", item.gram)
+    divisor = np.maximum(item.cost, 1)
+    free = item.cost == 0
+    # (G_R 1)_i for the set R of experts that are left; taking i out of R lowers 1'G_R 1 by twice that less G_ii.
+    pull = np.zeros((columns, count))
+    for j in range(count):
+        pull += item.gram[:, :, j]
     for step in range(count):
-        # Taking i out of R lowers 1'G_R 1 by 2 (G_R 1)_i - G_ii.
-        pull = np.zeros((columns, count))
-        for j in range(count):
-            pull += np.where(left[:, j, None], item.gram[:, :, j], 0.0)
         gain = 2.0 * pull - diagonal
-        rate = np.where(item.cost > 0, gain / np.maximum(item.cost, 1), np.inf)
-        best = np.where(left, rate, -np.inf).argmax(axis=1)
+        if given is None:
+            rate = np.where(free, np.inf, gain / divisor)
+            best = np.where(left, rate, -np.inf).argmax(axis=1)
+        else:
+            best = given[:, step]
         order[:, step], gains[:, step], costs[:, step] = best, gain[rows, best], item.cost[rows, best]
         left[rows, best] = False
+        pull -= item.gram[rows, :, best]
     return order, gains, costs
 
 
@@ -224,6 +268,7 @@ def _hull(index: int, order: IntArray, gains: FloatArray, costs: IntArray, width
     place += free.sum(axis=1)
     parts: list[_Moves] = []
     active = np.flatnonzero(place < count)
+    ceiling = np.full(columns, np.inf)
     position = 0
     while len(active):
         here = place[active]
@@ -238,41 +283,15 @@ def _hull(index: int, order: IntArray, gains: FloatArray, costs: IntArray, width
             inside = (here <= step) & (step < goal) & (costs[active, step] > 0)
             experts[np.flatnonzero(inside), order[active[inside], step]] = True
         chosen = np.arange(len(active))
+        # Rounding must not lift a move above the one before it.
+        ceiling[active] = np.minimum(ceiling[active], rate[chosen, goal])
         parts.append(
-            _Moves(
-                np.full(len(active), index),
-                active,
-                np.full(len(active), position),
-                more_gain[chosen, goal],
-                more_cost[chosen, goal],
-                experts,
-            )
+            _moves(index, active, position, -ceiling[active], more_gain[chosen, goal], more_cost[chosen, goal], experts)
         )
         place[active] = goal
         active = active[goal < count]
         position += 1
     return _concatenate(parts, width)
-
-
-def _order(moves: _Moves, candidates: Sequence[Candidates], policy: Policy, seed: int) -> IntArray:
-    """The order in which moves are considered."""
-    if policy == "energy":
-        rate = moves.gain / np.maximum(moves.cost, 1)
-        return np.lexsort((moves.position, moves.column, moves.tensor, -rate))
-    priority = np.zeros(len(moves.tensor))
-    for index, item in enumerate(candidates):
-        inside = np.flatnonzero(moves.tensor == index)
-        if policy == "random":
-            key = stream_key(seed, item.name, "planner")
-            drawn = uniform_bits(key, 0, item.cost.size).astype(np.float64)
-            flat = moves.column[inside] * item.cost.shape[1] + moves.position[inside]
-            priority[inside] = drawn[flat]
-        else:
-            share = (_van_der_corput(item.cost.shape[0])[moves.column[inside]] + moves.position[inside]) / max(
-                1, item.cost.shape[1]
-            )
-            priority[inside] = share
-    return np.lexsort((moves.position, moves.column, moves.tensor, priority))
 
 
 def _van_der_corput(count: int) -> FloatArray:
@@ -319,31 +338,28 @@ def _take(moves: _Moves, budget: int | None, target: float | None, total: float)
     return taken
 
 
-def _choices(candidates: Sequence[Candidates], energy: list[FloatArray], moves: _Moves, taken: BoolArray) -> Choices:
-    read: list[BoolArray] = [np.zeros(item.cost.shape, bool) for item in candidates]
-    for index in np.flatnonzero(taken).tolist():
-        tensor = int(moves.tensor[index])
-        count = read[tensor].shape[1]
-        read[tensor][int(moves.column[index])] |= moves.experts[index, :count]
+def _choices(candidates: Sequence[Candidates], energy: list[FloatArray], read: list[BoolArray]) -> Choices:
     tensors = []
     nbytes = 0
     for item, column_energy, chosen in zip(candidates, energy, read, strict=True):
         missing = (item.cost > 0) & ~chosen
-        left = float(_ordered_sum(np.maximum(_loss(item.gram, missing), 0.0)))
+        left = _ordered_sum(np.maximum(_loss(item.gram, missing), 0.0)) if missing.any() else 0.0
         tensors.append(Choice(chosen, _ordered_sum(column_energy), left, _mean_cosine(item.gram)))
         nbytes += int(item.cost[chosen].sum())
     return Choices(tuple(tensors), nbytes, predicted_fidelity(tensors))
 
 
 def _mean_cosine(gram: FloatArray) -> float | None:
-    count = gram.shape[1]
-    total = np.array([[_ordered_sum(gram[:, i, j]) for j in range(count)] for i in range(count)]).reshape(count, count)
-    live = [i for i in range(count) if total[i, i] > 0.0]
+    if not len(gram):
+        return None
+    total = np.cumsum(gram, axis=0)[-1]
+    live = [i for i in range(len(total)) if total[i, i] > 0.0]
     pairs = [(i, j) for i in live for j in live if i < j]
     if not pairs:
         return None
-    cosines = [float(total[i, j] / (total[i, i] * total[j, j]) ** 0.5) for i, j in pairs]
-    return max(-1.0, min(1.0, sum(cosines) / len(cosines)))
+    norm = [float(total[i, i]) ** 0.5 if total[i, i] > 0.0 else 0.0 for i in range(len(total))]
+    mean = sum(float(total[i, j]) / norm[i] / norm[j] for i, j in pairs) / len(pairs)
+    return max(-1.0, min(1.0, mean))
 
 
 def _ordered_sum(values: FloatArray) -> float:
@@ -353,11 +369,12 @@ def _ordered_sum(values: FloatArray) -> float:
 
 def _concatenate(parts: Sequence[_Moves], width: int) -> _Moves:
     none = np.zeros(0, np.int64)
-    everything = [*parts, _Moves(none, none, none, np.zeros(0), none, np.zeros((0, width), bool))]
+    everything = [*parts, _Moves(none, none, none, np.zeros(0), np.zeros(0), none, np.zeros((0, width), bool))]
     return _Moves(
         tensor=np.concatenate([part.tensor for part in everything]),
         column=np.concatenate([part.column for part in everything]),
         position=np.concatenate([part.position for part in everything]),
+        key=np.concatenate([part.key for part in everything]),
         gain=np.concatenate([part.gain for part in everything]),
         cost=np.concatenate([part.cost for part in everything]),
         experts=np.concatenate([part.experts for part in everything]),

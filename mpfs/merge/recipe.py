@@ -7,15 +7,19 @@ each with its key path.
 
 from __future__ import annotations
 
+import copy
 import difflib
+import re
 from collections.abc import Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from mpfs.errors import NotFoundError, RecipeError
 from mpfs.merge.operators import Operator, get_operator, operator_names
@@ -62,6 +66,22 @@ _LATER = {
 }
 
 
+_Location: TypeAlias = "tuple[int | str, ...]"
+
+_NAMELESS = "this model"
+
+_EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+
+_WANTED = {
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+"""What pydantic's error types ask for."""
+
+
 class _ModelPath(BaseModel):
     model_config = ConfigDict(extra="forbid")
     path: str
@@ -86,6 +106,10 @@ class _Document(BaseModel):
     parameters: dict[str, Any] | None = None
     dtype: str | None = None
     out_dtype: str | None = None
+
+
+_UNION_PARTS = ("str", _ModelReference.__name__)
+"""What pydantic puts into a location where a value may be of either kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +184,9 @@ def parse_recipe(text: str, where: str = "recipe") -> Recipe:
         raise RecipeError(f"{where}: not valid YAML: {_one_line(error)}") from error
     except RecursionError as error:
         raise RecipeError(f"{where}: nested too deeply to be a recipe") from error
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        # PyYAML lets these out for numbers and dates that only look like some, and for odd tags.
+        raise RecipeError(f"{where}: not valid YAML: a value is not what it looks like: {_one_line(error)}") from error
     if not isinstance(value, dict):
         raise RecipeError(f"{where}: a recipe is a mapping with merge_method and models, not {_kind(value)}")
     return recipe_from_mapping(value, where)
@@ -172,25 +199,57 @@ def recipe_from_mapping(value: Mapping[str, Any], where: str = "recipe") -> Reci
         RecipeError: it has mistakes; `problems` lists all of them.
     """
     problems: list[dict[str, str]] = []
-    known = {key: item for key, item in value.items() if key not in _LATER}
     for key in value:
         if key in _LATER and value[key] is not None:
             problems.append(_problem(str(key), f"{_LATER[key]} is not supported by this version of MPFS"))
+    later = any(value.get(key) is not None for key in ("slices", "modules"))
+    known = {key: item for key, item in value.items() if key not in _LATER}
     recipe: Recipe | None = None
     try:
-        document = _Document.model_validate(known)
+        recipe = _check(_Document.model_validate(known), problems)
     except ValidationError as error:
-        supported = {key for key in value if key in _LATER}
-        for item in error.errors():
-            path = _key_path(item["loc"])
-            if not (path == "models" and item["type"] == "missing" and supported):
-                problems.append(_problem(path, _explain(item, path)))
-    else:
-        recipe = _check(document, problems)
+        wrong = _shape_problems(error)
+        problems += [_problem(_key_path(at), message) for at, message in wrong if not (later and at == ("models",))]
+        # What can be read all the same may have mistakes as well, and they are told together.
+        with suppress(ValidationError):
+            more: list[dict[str, str]] = []
+            _check(_Document.model_validate(_patched(known, [at for at, _ in wrong])), more)
+            told = tuple(_key_path(at) for at, _ in wrong)
+            problems += [item for item in more if not item["path"].startswith(told)]
     if problems or recipe is None:
         lines = "; ".join(f"{item['path']}: {item['message']}" for item in problems)
         raise RecipeError(f"{where}: {lines}", problems=problems)
     return recipe
+
+
+def _shape_problems(error: ValidationError) -> list[tuple[_Location, str]]:
+    """What is missing, unknown or of the wrong kind: where, and what to say of it; one for each place."""
+    found: dict[_Location, str] = {}
+    for item in error.errors():
+        location = tuple(part for part in item["loc"] if part not in _UNION_PARTS)
+        # A model is text or a mapping: of the two ways to fail only that one is told which was meant.
+        other = "str" if isinstance(item["input"], dict) else _ModelReference.__name__
+        if item["loc"][-1] != other:
+            found.setdefault(location, _explain(item, location))
+    return list(found.items())
+
+
+def _patched(value: Mapping[str, Any], wrong: Iterable[_Location]) -> dict[str, Any]:
+    """A recipe without what is wrong at these places; what it cannot do without is made up."""
+    made_up = {"model": _NAMELESS, "merge_method": _NAMELESS, "models": []}
+    patched: dict[str, Any] = copy.deepcopy(dict(value))
+    for location in wrong:
+        holder: Any = patched
+        for part in location[:-1]:
+            holder = holder.get(part, {}) if isinstance(holder, dict) else holder[int(part)]
+        last = location[-1]
+        if isinstance(holder, list) and isinstance(last, int):
+            holder[last] = {"model": _NAMELESS}
+        elif isinstance(holder, dict):
+            holder.pop(last, None)
+            if last in made_up:
+                holder[last] = made_up[str(last)]
+    return patched
 
 
 def _check(document: _Document, problems: list[dict[str, str]]) -> Recipe:
@@ -211,7 +270,7 @@ def _check(document: _Document, problems: list[dict[str, str]]) -> Recipe:
     shared = _scalars(document.parameters or {}, "parameters", problems)
     if not models:
         problems.append(_problem("models", "the list is empty"))
-    if operator is not None:
+    elif operator is not None:
         _check_method(operator, models, base, shared, problems)
     return Recipe(
         method=document.merge_method,
@@ -244,18 +303,18 @@ def _check_method(
         if not parameter.required or parameter.name in shared:
             continue
         for index, item in enumerate(models):
+            path = f"models[{index}].parameters.{parameter.name}"
             is_base = operator.needs_base and item.name == base
-            if not is_base and parameter.name not in item.parameters:
-                problems.append(
-                    _problem(
-                        f"models[{index}].parameters.{parameter.name}", f"missing: {method} needs it for {item.name}"
-                    )
-                )
+            told = any(problem["path"] == path for problem in problems)
+            if not is_base and parameter.name not in item.parameters and not told:
+                problems.append(_problem(path, f"missing: {method} needs it for {item.name}"))
 
 
 def _scalars(values: Mapping[str, Any], path: str, problems: list[dict[str, str]]) -> dict[str, Scalar]:
     known: dict[str, Scalar] = {}
-    for name, value in values.items():
+    for name, given in values.items():
+        # YAML 1.1 takes 1e-3, without a point, for text.
+        value = float(given) if isinstance(given, str) and _EXPONENT.fullmatch(given) else given
         where = f"{path}.{name}"
         if name not in KNOWN_PARAMETERS:
             problems.append(_problem(where, f"no method has this parameter{_near(str(name), KNOWN_PARAMETERS)}"))
@@ -265,11 +324,18 @@ def _scalars(values: Mapping[str, Any], path: str, problems: list[dict[str, str]
             continue
         elif not isinstance(value, bool | int | float):
             problems.append(_problem(where, f"must be a number or true/false, not {_kind(value)}"))
-        elif not isfinite(value):
-            problems.append(_problem(where, f"must be finite, not {value}"))
+        elif not _is_finite(value):
+            problems.append(_problem(where, f"must be finite, not {given if isinstance(value, float) else 'so large'}"))
         else:
             known[name] = value
     return known
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _name(reference: str | _ModelReference, path: str, problems: list[dict[str, str]]) -> str:
@@ -290,27 +356,30 @@ def _dtype(name: str | None, path: str, problems: list[dict[str, str]]) -> str |
     return stored
 
 
-def _explain(item: Any, path: str) -> str:
+def _explain(item: ErrorDetails, location: _Location) -> str:
     if item["type"] == "extra_forbidden":
-        last = str(item["loc"][-1])
+        last = str(location[-1])
         if last in KNOWN_PARAMETERS:
             return "a parameter belongs under `parameters:`, one level deeper"
-        keys = [*_Document.model_fields, *_LATER] if len(item["loc"]) == 1 else list(_Entry.model_fields)
+        keys = [*_Document.model_fields, *_LATER] if len(location) == 1 else list(_Entry.model_fields)
         return f"unknown key{_near(last, keys)}"
     if item["type"] == "missing":
-        if path == "merge_method":
-            return f"missing; one of {', '.join(operator_names())}"
-        return "missing"
+        return f"missing; one of {', '.join(operator_names())}" if location == ("merge_method",) else "missing"
+    if location[-1] in ("model", "base_model"):
+        return f"must be a name or `model: {{path: NAME}}`, not {_kind(item['input'])}"
+    wanted = _WANTED.get(item["type"])
+    if wanted is not None:
+        return f"must be {wanted}, not {_kind(item['input'])}"
     return str(item["msg"][:1].lower() + item["msg"][1:])
 
 
-def _key_path(location: Iterable[int | str]) -> str:
+def _key_path(location: _Location) -> str:
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in ("str", "_ModelReference"):
-            path += f".{part}" if path else str(part)
+        else:
+            path += f".{part}" if path else part
     return path
 
 
@@ -328,7 +397,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _one_line(error: yaml.YAMLError) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
