@@ -1,0 +1,66 @@
+"""`mpfs import`: a checkpoint into the repository."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import JsonOption, MessageOption, ThreadsOption
+from .output import ID, REF
+from .session import Session
+from .sizes import format_count, format_seconds, format_size
+
+
+def import_checkpoint(
+    ctx: typer.Context,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A directory in Hugging Face layout, or a .safetensors, .bin, .pt or .pth file.",
+        ),
+    ],
+    ref: Annotated[str, typer.Option("--as", metavar="REF", help="The branch to commit to; made if it is new.")],
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="REF", help="What it was fine-tuned from; kept with the commit."),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option("--key", metavar="KEY", help="Which state dict of a torch file to take, where it holds several."),
+    ] = None,
+    message: MessageOption = None,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Import a checkpoint to a branch.
+
+    Blocks that are in the repository already are not stored again. Torch files are read without running code.
+
+        mpfs import ./Qwen3-0.6B --as qwen3
+        mpfs import tuned/model.safetensors --as math --base qwen3 -m "math expert, epoch 3"
+    """
+    session = Session.of(ctx)
+    out = session.output(as_json)
+    with session.open() as repository, out.progress(f"import {ref}", "bytes") as progress:
+        report = repository.import_checkpoint(
+            source, ref, base=base, key=key, message=message, threads=threads, progress=progress
+        )
+    if report.skipped:
+        out.note(f"left out, being no part of a model: {', '.join(report.skipped)}")
+    if as_json:
+        out.document(report.as_json())
+    elif session.quiet:
+        out.line(report.commit)
+    else:
+        what = "" if report.new_commit else "  (nothing new: the branch holds just this already)"
+        out.line((report.ref, REF), "  ", (report.commit[:12], ID), what)
+        out.facts(
+            [
+                ("tensors", f"{report.tensors:,}, {format_size(report.bytes)} with all files"),
+                ("written", f"{format_size(report.bytes_written)} in {format_count(report.new_blocks, 'new block')}"),
+                ("deduplicated", format_count(report.deduplicated_blocks, "block")),
+                ("time", format_seconds(report.seconds)),
+            ]
+        )

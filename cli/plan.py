@@ -1,0 +1,108 @@
+"""`mpfs plan`: compile a merge and show it, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .explained import tensor_table
+from .options import (
+    BudgetOption,
+    FidelityOption,
+    JsonOption,
+    MismatchOption,
+    OnMismatch,
+    Policy,
+    PolicyOption,
+    SeedOption,
+    budget_of,
+    flag,
+)
+from .output import ID, Output
+from .session import Session
+from .sizes import format_count, format_size
+
+if TYPE_CHECKING:
+    from mpfs.merge.reports import PlanReport
+
+
+def plan(
+    ctx: typer.Context,
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file in mergekit's grammar.")],
+    budget: BudgetOption = None,
+    fidelity: FidelityOption = None,
+    policy: PolicyOption = Policy.energy,
+    seed: SeedOption = 0,
+    on_mismatch: MismatchOption = OnMismatch.error,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan to a file, as JSON.")
+    ] = None,
+    explain: Annotated[bool, flag("--explain", help="Also show each tensor: what is read of it, and why.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile a recipe and show what a merge would do; run nothing.
+
+    The plan says what is read, computed and kept, and how close the result will come to the full merge. A model of the recipe is a ref, a commit or a path; a path is imported first. The plan is stored, and
+    'mpfs merge PLAN' runs it.
+
+        mpfs plan recipe.yml --budget 10%
+        mpfs plan recipe.yml --fidelity 0.95 --explain -o plan.json
+    """
+    session = Session.of(ctx)
+    out = session.output(as_json)
+    with session.open() as repository:
+        report = repository.plan(
+            recipe,
+            budget=budget_of(budget, fidelity),
+            policy=policy.value,
+            seed=seed,
+            on_mismatch=on_mismatch.value,
+        )
+        explanation = repository.explain(report.identity) if explain else None
+    if output is not None:
+        output.write_bytes(report.plan.encode())
+    if as_json:
+        document = report.as_json()
+        if output is not None:
+            document["file"] = str(output)
+        if explanation is not None:
+            document["tensors"] = explanation.as_json()["tensors"]
+        out.document(document)
+    elif session.quiet:
+        out.line(report.identity)
+    else:
+        _summary(out, report)
+        if explanation is not None:
+            out.line()
+            tensor_table(out, explanation)
+        out.line()
+        out.line("run it:  mpfs merge ", str(output) if output is not None else report.identity[:12], " --into BRANCH")
+
+
+def _summary(out: Output, report: PlanReport) -> None:
+    plan, cost = report.plan, report.plan.cost
+    out.line("plan ", (report.identity[:12], ID), f"  {plan.method}")
+    share = f" ({cost.expert_bytes_planned / cost.expert_bytes_full:.1%})" if cost.expert_bytes_full else ""
+    planned, full = format_size(cost.expert_bytes_planned), format_size(cost.expert_bytes_full)
+    facts = [
+        ("expert reads", f"{planned} of {full}{share}"),
+        ("base reads", format_size(cost.base_bytes_read)),
+        ("writes", f"at most {format_size(cost.bytes_written)}"),
+        ("blocks", f"{cost.blocks_computed:,} computed, {cost.blocks_kept:,} kept from the base"),
+        ("fidelity", f"{plan.fidelity_predicted:.4f} predicted"),
+    ]
+    for index, model in enumerate(plan.models):
+        read = total = 0
+        for tensor in plan.tensors:
+            for (expert, _), selection in zip(tensor.experts, tensor.selections, strict=True):
+                if expert == index:
+                    read += len(selection)
+                    total += tensor.column_count
+        role = "base" if index == plan.base else "expert"
+        columns = "" if role == "base" else f", {read:,} of {format_count(total, 'column')} read"
+        facts.append((role, f"{model.name} @ {model.commit[:12]}{columns}"))
+    out.facts(facts)
+    for note in plan.notes:
+        out.line("  note: ", note)

@@ -1,0 +1,39 @@
+"""`mpfs tag`: list tags, or make one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import JsonOption
+from .refs import list_refs, show_ref
+from .session import Session
+
+
+def tag(
+    ctx: typer.Context,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="The new tag.")] = None,
+    revision: Annotated[
+        str | None, typer.Argument(metavar="[COMMIT]", help="What it points at: a ref or commit.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the tags, or make one.
+
+    A tag does not move; remove it with 'mpfs rm' to use its name again.
+
+        mpfs tag
+        mpfs tag v1.0 merged
+    """
+    from mpfs.errors import UsageError
+
+    session = Session.of(ctx)
+    out = session.output(as_json)
+    with session.open() as repository:
+        if name is None:
+            list_refs(out, repository, "tag")
+        elif revision is None:
+            raise UsageError(f"tag {name}: at what? 'mpfs tag {name} COMMIT' makes it at a ref or commit")
+        else:
+            show_ref(out, repository.tag(name, revision))
