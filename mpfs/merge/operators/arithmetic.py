@@ -44,7 +44,14 @@ def difference(expert: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 def moved(base: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
     """base + change, rounded once to their dtype; where the change is zero the base's own bits, so also its -0."""
-    return torch.where(change == 0, base, base + change)
+    return torch.where(change == 0, base, one_nan(base + change))
+
+
+def one_nan(x: torch.Tensor) -> torch.Tensor:
+    """x with the quiet NaN, without sign or payload, for every NaN: which one torch gives depends on the machine, and on
+    an element's place in the tensor."""
+    mask = torch.isnan(x)
+    return torch.where(mask, x.new_tensor(torch.nan), x) if bool(mask.any()) else x
 
 
 def quotient(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
@@ -100,14 +107,15 @@ def sum_experts(terms: Sequence[torch.Tensor | None], start: int, numel: int, li
         return torch.full_like(like, sum_weights([0.0 if t is None else float(t) for t in terms], dtype))
     total = _in_order([None if term is None else term.to(wide) for term in terms], zero)
     if dtype == wide and len(terms) > 4:
-        low = max(_first_dealt(numel, _VECTOR_BYTES // like.element_size()) - start, 0)
+        low = max(first_dealt(numel, dtype) - start, 0)
         if low < like.numel():
             total[low:] = _dealt([None if term is None else term[low:] for term in terms], zero[low:])
     return total.to(dtype)
 
 
-def _first_dealt(numel: int, lanes: int) -> int:
-    """The first element of a tensor from which on the experts are dealt to four partial sums."""
+def first_dealt(numel: int, dtype: torch.dtype) -> int:
+    """The first element of a float32 or float64 tensor from which on the experts are dealt to four partial sums."""
+    lanes = _VECTOR_BYTES // dtype.itemsize
     return numel - numel % (4 * lanes if numel >= lanes else 4)
 
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
+
+from mpfs.merge.kernels.backend import Kernels
+from mpfs.merge.kernels.columns import Bits, BitsColumn, BitsColumns
 
 Scalar: TypeAlias = float | int | bool
 Prepared: TypeAlias = Mapping[str, object]
@@ -84,6 +87,16 @@ class Column:
     experts: Sequence[torch.Tensor | None]
 
 
+class FastPath(Protocol):
+    """A method at work on one tensor's bit patterns. `apply` is pure, and may be called from several threads."""
+
+    def prepare(self, columns: BitsColumns) -> Prepared:
+        """What `Operator.prepare` gives, to the bit."""
+
+    def apply(self, prepared: Prepared, column: BitsColumn) -> Bits:
+        """What `Operator.apply` gives, to the bit."""
+
+
 class Operator(ABC):
     """A merge method. Stateless: everything that varies comes in as an argument.
 
@@ -117,8 +130,10 @@ class Operator(ABC):
         """Condense what needs the whole tensor. Each call of `columns()` streams the tensor once, in order."""
         return {}
 
+    def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
+        """The same work on bit patterns, where there are kernels for it; None where there are not."""
+        return None
+
     @abstractmethod
-    def apply(
-        self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column
-    ) -> torch.Tensor:
+    def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:
         """Merge one column; the result is 1-D, in the context's dtype."""

@@ -7,8 +7,10 @@ from typing import ClassVar
 import torch
 
 from mpfs.errors import BadInputError
-from mpfs.merge.operators.arithmetic import accumulator, fused_multiply_add, sum_weights
-from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.kernels.backend import Kernels
+from mpfs.merge.operators.arithmetic import accumulator, fused_multiply_add, one_nan, sum_weights
+from mpfs.merge.operators.base import Column, FastPath, Operator, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.operators.fast import STORED, LinearPath
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.values import problems, value_of
 
@@ -52,22 +54,33 @@ class Linear(Operator):
             raise ValueError(f"{context.name}: a model is missing at {column.start}, and there is no base to stand in")
         wide = accumulator(context.dtype)
         weights = self._weights(parameters)
-        divisor: float | None = None
-        if self._normalize(parameters):
-            divisor = sum_weights(weights, wide)
-            if divisor == 0:
-                raise BadInputError(f"{context.name}: {_ZERO_SUM}", tensor=context.name)
+        divisor = self._divisor(context, parameters)
 
         def mean(piece: Column) -> torch.Tensor:
             models = [values for values in piece.experts if values is not None]
             total = torch.zeros_like(models[0], dtype=wide)
             for values, weight in zip(models, weights, strict=True):
                 total = fused_multiply_add(values, weight, total)
-            if divisor is not None:
+            if divisor != 1:
                 total /= torch.tensor(divisor, dtype=wide, device=total.device)
-            return total.to(context.dtype)
+            return one_nan(total.to(context.dtype))
 
         return by_piece(Column(column.start, None, present), present[0], mean)
+
+    def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
+        """By the kernel for linear combinations."""
+        if context.dtype not in STORED:
+            return None
+        return LinearPath(kernels, context, self._weights(parameters), self._divisor(context, parameters))
+
+    def _divisor(self, context: TensorContext, parameters: Parameters) -> float:
+        """What the sum is divided by; 1 if it is not."""
+        if not self._normalize(parameters):
+            return 1.0
+        divisor = sum_weights(self._weights(parameters), accumulator(context.dtype))
+        if divisor == 0:
+            raise BadInputError(f"{context.name}: {_ZERO_SUM}", tensor=context.name)
+        return divisor
 
     def _weights(self, parameters: Parameters) -> list[float]:
         return [float(value_of(self.parameters, values, "weight")) for values in parameters.experts]

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +32,17 @@ Patterns: TypeAlias = NDArray[np.signedinteger[Any]]
 PatternSource: TypeAlias = Callable[[Set[int]], Iterator[tuple[int, Sequence[Patterns | None]]]]
 """Streams a tensor: given the experts that are wanted, yields each column's first element and, an entry for each
 expert, its patterns (None where it is not wanted or not read)."""
+
+
+class Counts(Protocol):
+    """How often magnitude patterns occur in a tensor's deltas; each call is a pass over the tensor."""
+
+    def histograms(self, shift: int, bits: int, prefixes: Mapping[int, int]) -> dict[int, NDArray[np.int64]]:
+        """For each expert in `prefixes` the number of patterns that have each value of the `bits` bits above `shift`,
+        of those whose bits above these equal its prefix; shape (2^bits,)."""
+
+    def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+        """For each expert, given a pattern and how many elements that have it to keep: the index after the last."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +199,17 @@ def find_thresholds(
     left_out: Sequence[Sequence[LeftOut]],
     source: PatternSource,
 ) -> list[Threshold]:
+    """`search_thresholds` by streaming patterns: `source` is called once a pass."""
+    return search_thresholds(dtype, numel, keep, left_out, Streamed(source))
+
+
+def search_thresholds(
+    dtype: torch.dtype,
+    numel: int,
+    keep: Sequence[int],
+    left_out: Sequence[Sequence[LeftOut]],
+    counts: Counts,
+) -> list[Threshold]:
     """For each expert the threshold that keeps its `keep[i]` largest magnitudes.
 
     Args:
@@ -195,7 +217,7 @@ def find_thresholds(
         numel: elements in the whole tensor, read or not.
         keep: for each expert how many of those to keep; if that is more than what was read, everything read is kept.
         left_out: for each expert the runs that are not read; where there are none the result is exact.
-        source: streams the patterns; called once a pass, and not at all when every expert keeps all or nothing.
+        counts: counts the patterns; called once a pass, and not at all when every expert keeps all or nothing.
     """
     found: dict[int, Threshold] = {}
     searches: dict[int, _Search] = {}
@@ -208,12 +230,7 @@ def find_thresholds(
             searches[i] = _Search(dtype, k, [run for run in runs if run.numel])
     if searches:
         for shift, bits in LAYOUTS[dtype].levels:
-            histograms = {i: np.zeros(2**bits, dtype=np.int64) for i in searches}
-            for _, values in source(searches.keys()):
-                for i, search in searches.items():
-                    column = values[i]
-                    if column is not None:
-                        histograms[i] += count(column, shift, bits, search.prefix)
+            histograms = counts.histograms(shift, bits, {i: search.prefix for i, search in searches.items()})
             for i, search in searches.items():
                 search.descend(histograms[i], shift, bits)
     ties: dict[int, int] = {}
@@ -227,25 +244,39 @@ def find_thresholds(
         if 0 < wanted < search.at:
             ties[i] = wanted
     if ties:
-        cutoffs = tie_cutoffs({i: (found[i].pattern, wanted) for i, wanted in ties.items()}, source)
+        cutoffs = counts.cutoffs({i: (found[i].pattern, wanted) for i, wanted in ties.items()})
         found.update((i, Threshold(found[i].pattern, cutoff)) for i, cutoff in cutoffs.items())
     return [found[i] for i in range(len(keep))]
 
 
-def tie_cutoffs(wanted: dict[int, tuple[int, int]], source: PatternSource) -> dict[int, int]:
-    """For each expert, given a pattern and how many elements that have it to keep: the index after the last of them."""
-    remaining = {i: number for i, (_, number) in wanted.items()}
-    cutoffs: dict[int, int] = {}
-    for start, values in source(wanted.keys()):
-        for i in list(remaining):
-            column = values[i]
-            if column is None:
-                continue
-            places = np.flatnonzero(column == wanted[i][0])
-            if len(places) >= remaining[i]:
-                cutoffs[i] = start + int(places[remaining.pop(i) - 1]) + 1
-            else:
-                remaining[i] -= len(places)
-        if not remaining:
-            break
-    return cutoffs
+class Streamed:
+    """`Counts` of streamed patterns."""
+
+    def __init__(self, source: PatternSource) -> None:
+        self._source = source
+
+    def histograms(self, shift: int, bits: int, prefixes: Mapping[int, int]) -> dict[int, NDArray[np.int64]]:
+        found = {i: np.zeros(2**bits, dtype=np.int64) for i in prefixes}
+        for _, values in self._source(prefixes.keys()):
+            for i, prefix in prefixes.items():
+                column = values[i]
+                if column is not None:
+                    found[i] += count(column, shift, bits, prefix)
+        return found
+
+    def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+        remaining = {i: number for i, (_, number) in wanted.items()}
+        found: dict[int, int] = {}
+        for start, values in self._source(wanted.keys()):
+            for i in list(remaining):
+                column = values[i]
+                if column is None:
+                    continue
+                places = np.flatnonzero(column == wanted[i][0])
+                if len(places) >= remaining[i]:
+                    found[i] = start + int(places[remaining.pop(i) - 1]) + 1
+                else:
+                    remaining[i] -= len(places)
+            if not remaining:
+                break
+        return found

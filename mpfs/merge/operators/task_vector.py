@@ -14,12 +14,14 @@ where an expert equals the base the delta is zero even at infinity (mergekit giv
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import ClassVar, Literal, cast
 
 import numpy as np
 import torch
 
+from mpfs.merge.kernels.backend import Kernels
+from mpfs.merge.kernels.columns import BitsColumns, Drawn, Rule, Whole
 from mpfs.merge.operators.arithmetic import (
     accumulator,
     difference,
@@ -32,6 +34,7 @@ from mpfs.merge.operators.arithmetic import (
 )
 from mpfs.merge.operators.base import (
     Column,
+    FastPath,
     LeftOut,
     Operator,
     Parameter,
@@ -40,18 +43,21 @@ from mpfs.merge.operators.base import (
     TensorContext,
 )
 from mpfs.merge.operators.consensus import counting
+from mpfs.merge.operators.fast import STORED, KernelCounts, TaskVectorPath, drawn_norms, rule_of
 from mpfs.merge.operators.magnitude import (
+    Counts,
     Patterns,
+    Streamed,
     Threshold,
-    find_thresholds,
     keep_count,
     kept,
     magnitude,
     patterns,
+    search_thresholds,
 )
 from mpfs.merge.operators.pieces import by_piece, pieces
 from mpfs.merge.operators.values import problems, value_of
-from mpfs.merge.random import bernoulli, stream_key
+from mpfs.merge.random import bernoulli, keep_limit, stream_key
 from mpfs.stats.lanesum import LaneSum
 
 _WEIGHT = Parameter("weight", required=True, per_model=True)
@@ -89,9 +95,7 @@ class TaskVectorOperator(Operator):
         self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column
     ) -> torch.Tensor:
         base = _base_of(context, column)
-        weights = [
-            rounded(float(value_of(self.parameters, values, "weight")), context.dtype) for values in parameters.experts
-        ]
+        weights = self._weights(context, parameters)
         terms: list[torch.Tensor | None] = []
         for i, (expert, weight) in enumerate(zip(column.experts, weights, strict=True)):
             if expert is None:
@@ -101,15 +105,14 @@ class TaskVectorOperator(Operator):
             terms.append(scaled(sparse, weight))
         if not terms:
             return base
-        normalize = bool(value_of(self.parameters, parameters.shared, "normalize"))
+        normalize = self._normalize(parameters)
         if self.elects_sign:
             mixed = _agreeing(context, column.start, terms, weights, base, normalize=normalize)
         else:
             mixed = sum_experts(terms, column.start, context.numel, base)
             if normalize:
-                divisor = sum_weights(weights, context.dtype)
-                mixed = quotient(mixed, mixed.new_tensor(1.0 if abs(divisor) < _SMALL_DIVISOR else divisor))
-        factor = float(value_of(self.parameters, parameters.shared, "lambda"))
+                mixed = quotient(mixed, mixed.new_tensor(_divisor(weights, context.dtype)))
+        factor = self._lambda(parameters)
         if factor != 1:
             mixed = scaled(mixed, factor)
         return moved(base, mixed)
@@ -126,8 +129,54 @@ class TaskVectorOperator(Operator):
     ) -> torch.Tensor:
         """The part of a column of expert number `expert`'s delta that is merged, before its weight; in its dtype."""
 
+    def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
+        """By the kernels for task vectors."""
+        if context.dtype not in STORED:
+            return None
+        weights = self._weights(context, parameters)
+        return TaskVectorPath(
+            kernels,
+            self,
+            context,
+            parameters,
+            weights=weights,
+            rules=lambda prepared: [self.rule(context, parameters, prepared, i) for i in range(len(weights))],
+            condense=lambda columns: self.condense(context, parameters, kernels, columns),
+            elects=self.elects_sign,
+            divide=self._normalize(parameters),
+            divisor=1.0 if self.elects_sign else _divisor(weights, context.dtype),
+            scale=self._lambda(parameters),
+        )
+
+    @abstractmethod
+    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
+        """What `sparsify` does to expert number `expert`'s delta."""
+
+    def condense(
+        self, context: TensorContext, parameters: Parameters, kernels: Kernels, columns: BitsColumns
+    ) -> Prepared:
+        """What `prepare` gives."""
+        return {}
+
+    def _weights(self, context: TensorContext, parameters: Parameters) -> list[float]:
+        return [
+            rounded(float(value_of(self.parameters, values, "weight")), context.dtype) for values in parameters.experts
+        ]
+
+    def _normalize(self, parameters: Parameters) -> bool:
+        return bool(value_of(self.parameters, parameters.shared, "normalize"))
+
+    def _lambda(self, parameters: Parameters) -> float:
+        return float(value_of(self.parameters, parameters.shared, "lambda"))
+
     def _densities(self, parameters: Parameters) -> list[float]:
         return [float(value_of(self.parameters, values, "density")) for values in parameters.experts]
+
+
+def _divisor(weights: Sequence[float], dtype: torch.dtype) -> float:
+    """What a sum of everything is divided by."""
+    divisor = sum_weights(weights, dtype)
+    return 1.0 if abs(divisor) < _SMALL_DIVISOR else divisor
 
 
 def _base_of(context: TensorContext, column: Column) -> torch.Tensor:
@@ -189,6 +238,10 @@ class TaskArithmetic(TaskVectorOperator):
         """Everything."""
         return delta
 
+    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
+        """Everything."""
+        return Whole()
+
 
 class Ties(TaskVectorOperator):
     """Trim each delta to its largest magnitudes, elect a sign for each element, and average what agrees with it.
@@ -237,14 +290,23 @@ class Ties(TaskVectorOperator):
                     ],
                 )
 
+        return self._thresholds(context, parameters, Streamed(source))
+
+    def condense(
+        self, context: TensorContext, parameters: Parameters, kernels: Kernels, columns: BitsColumns
+    ) -> Prepared:
+        """The thresholds, in as many passes."""
+        return self._thresholds(context, parameters, KernelCounts(kernels, context, columns))
+
+    def _thresholds(self, context: TensorContext, parameters: Parameters, counts: Counts) -> Prepared:
         densities = self._densities(parameters)
         none_left_out: Sequence[Sequence[LeftOut]] = [()] * len(densities)
-        found = find_thresholds(
+        found = search_thresholds(
             context.dtype,
             context.numel,
             [keep_count(density, context.numel) for density in densities],
             context.left_out or none_left_out,
-            source,
+            counts,
         )
         values = [magnitude(t.pattern, context.dtype) for t in found]
         return {
@@ -263,11 +325,19 @@ class Ties(TaskVectorOperator):
         delta: torch.Tensor,
     ) -> torch.Tensor:
         """The elements that pass the threshold, the others zero."""
-        bits = cast("Sequence[int]", prepared["threshold_bits"])[expert]
-        cutoff = cast("Sequence[int]", prepared["cutoff"])[expert]
-        if bits == 0 and cutoff >= context.numel:
+        threshold = _threshold(prepared, expert)
+        if threshold.pattern == 0 and threshold.cutoff >= context.numel:
             return delta
-        return torch.where(kept(patterns(delta), Threshold(bits, cutoff), start), delta, delta.new_zeros(()))
+        return torch.where(kept(patterns(delta), threshold, start), delta, delta.new_zeros(()))
+
+    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
+        """The elements that pass the threshold."""
+        return rule_of(_threshold(prepared, expert), context)
+
+
+def _threshold(prepared: Prepared, expert: int) -> Threshold:
+    bits = cast("Sequence[int]", prepared["threshold_bits"])[expert]
+    return Threshold(bits, cast("Sequence[int]", prepared["cutoff"])[expert])
 
 
 class DareLinear(TaskVectorOperator):
@@ -305,10 +375,9 @@ class DareLinear(TaskVectorOperator):
             ValueError: a column has no base, or starts elsewhere than at a multiple of 64.
         """
         densities = self._densities(parameters)
-        factors = [1.0] * len(densities)
-        sums = {i: (LaneSum(), LaneSum()) for i, density in enumerate(densities) if 0 < density < 1}
-        if not sums or not value_of(self.parameters, parameters.shared, "rescale"):
-            return {"factor": factors}
+        sums = {i: (LaneSum(), LaneSum()) for i in self._rescaled(parameters)}
+        if not sums:
+            return self._factors(context, parameters, {})
         wide = accumulator(context.dtype)
         for piece in _all_pieces(context, columns):
             base = _base_of(context, piece)
@@ -320,9 +389,31 @@ class DareLinear(TaskVectorOperator):
                 mask = bernoulli(self._key(context, i), piece.start, len(size), densities[i])
                 full.add(size, piece.start)
                 masked.add(np.where(mask, size, size.dtype.type(0)), piece.start)
-        work = torch.bfloat16 if context.dtype == torch.bfloat16 else wide
-        for i, (full, masked) in sums.items():
-            before, after = rounded(full.total(), work), rounded(masked.total(), work)
+        return self._factors(
+            context, parameters, {i: (full.total(), masked.total()) for i, (full, masked) in sums.items()}
+        )
+
+    def condense(
+        self, context: TensorContext, parameters: Parameters, kernels: Kernels, columns: BitsColumns
+    ) -> Prepared:
+        """The scales, in one pass or none."""
+        densities = self._densities(parameters)
+        keys = {i: (self._key(context, i), densities[i]) for i in self._rescaled(parameters)}
+        return self._factors(context, parameters, drawn_norms(kernels, context, columns, keys) if keys else {})
+
+    def _rescaled(self, parameters: Parameters) -> list[int]:
+        """The experts whose norms have to be matched."""
+        if not value_of(self.parameters, parameters.shared, "rescale"):
+            return []
+        return [i for i, density in enumerate(self._densities(parameters)) if 0 < density < 1]
+
+    def _factors(
+        self, context: TensorContext, parameters: Parameters, norms: Mapping[int, tuple[float, float]]
+    ) -> Prepared:
+        factors = [1.0] * len(parameters.experts)
+        work = torch.bfloat16 if context.dtype == torch.bfloat16 else accumulator(context.dtype)
+        for i, (full, masked) in norms.items():
+            before, after = rounded(full, work), rounded(masked, work)
             if before >= _SMALL_NORM and after >= _SMALL_NORM:
                 ratio = torch.tensor(before, dtype=work) / torch.tensor(after, dtype=work)
                 if bool(torch.isfinite(ratio)):
@@ -348,6 +439,14 @@ class DareLinear(TaskVectorOperator):
         dropped = torch.where(mask.to(delta.device), delta, delta.new_zeros(()))
         factor = cast("Sequence[float]", prepared["factor"])[expert]
         return dropped if factor == 1 else scaled(dropped, factor)
+
+    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
+        """The elements that the draw keeps, scaled."""
+        density = self._densities(parameters)[expert]
+        if density >= 1:
+            return Whole()
+        factor = cast("Sequence[float]", prepared["factor"])[expert]
+        return Drawn(self._key(context, expert), keep_limit(density), 1.0 if density <= 0 else factor)
 
     @staticmethod
     def _key(context: TensorContext, expert: int) -> int:

@@ -1,0 +1,216 @@
+"""Whether the kernels can be used here, and how they are called."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn, Drawn, Largest, Rule
+from mpfs.merge.random import GAMMA
+
+_MASK = 2**64 - 1
+_NO_LIMIT = 2**62
+
+_lock = threading.Lock()
+_tried = False
+_chosen: Kernels | None = None
+
+
+class Kernels:
+    """The kernels, for callers that have arrays. Safe to use from several threads; none holds the interpreter lock."""
+
+    def __init__(self, compiled: ModuleType) -> None:
+        self._compiled = compiled
+        self._compiling = threading.Lock()
+
+    def compile(self, dtype: str) -> None:
+        """Compile everything for one dtype, or load it from numba's cache."""
+        for name in self._compiled.NAMES:
+            self._kernel(name, dtype)
+
+    def task_vector(
+        self,
+        dtype: str,
+        column: BitsColumn,
+        rules: Sequence[Rule],
+        weights: Sequence[float],
+        *,
+        elects: bool,
+        divide: bool,
+        divisor: float,
+        scale: float,
+    ) -> Bits:
+        """One column of a `TaskVectorOperator`; the arguments are those of the kernel (`compiled.task_vector`).
+
+        `weights` are rounded to the dtype. The column has a base.
+        """
+        base = _aligned(column.base)
+        out = np.empty(column.numel, BIT_TYPES[dtype])
+        kept = [None if expert is None else _aligned(expert) for expert in column.experts]
+        table = np.zeros((len(kept), 3), np.uint64)
+        kinds = np.zeros(len(kept), np.int64)
+        factors = np.ones(len(kept), np.float32)
+        for i, (expert, rule) in enumerate(zip(kept, rules, strict=True)):
+            if expert is None:
+                continue
+            first = second = 0
+            kind = self._compiled.WHOLE
+            if isinstance(rule, Largest):
+                kind = self._compiled.LARGEST
+                first, second = rule.pattern, min(max(rule.cutoff - column.start, 0), column.numel)
+            elif isinstance(rule, Drawn):
+                kind = self._compiled.DRAWN
+                first, second = _state(rule.key, column.start), rule.limit
+                factors[i] = rule.factor
+            kinds[i] = kind
+            table[i] = (_address(expert), first, second)
+        self._kernel("task_vector", dtype)(
+            out,
+            _address(base),
+            table,
+            kinds,
+            np.array(weights, np.float32),
+            factors,
+            elects,
+            divide,
+            np.float32(divisor),
+            np.float32(scale),
+        )
+        return out
+
+    def linear(self, dtype: str, models: Sequence[Bits], weights: Sequence[float], divisor: float) -> Bits:
+        """The weighted sum of models, accumulated by fused multiplications, over `divisor`."""
+        kept = [_aligned(model) for model in models]
+        out = np.empty(kept[0].size, BIT_TYPES[dtype])
+        addresses = np.array([_address(model) for model in kept], np.uint64)
+        self._kernel("linear", dtype)(out, addresses, np.array(weights, np.float32), np.float32(divisor))
+        return out
+
+    def histogram(
+        self, dtype: str, column: BitsColumn, shift: int, bits: int, prefixes: dict[int, int]
+    ) -> NDArray[np.int64]:
+        """For each expert in `prefixes`, in its order, how many magnitude patterns of its deltas have each value of the
+        `bits` bits above `shift`, of those whose higher bits equal its prefix; shape (experts, 2^bits)."""
+        base = _aligned(column.base)
+        kept = [_aligned(expert) for i in prefixes if (expert := column.experts[i]) is not None]
+        places = [place for place, i in enumerate(prefixes) if column.experts[i] is not None]
+        addresses = np.zeros(len(prefixes), np.uint64)
+        addresses[places] = [_address(expert) for expert in kept]
+        counts = np.zeros((len(prefixes), 1 << bits), np.int64)
+        chosen = np.array(list(prefixes.values()), np.uint32)
+        self._kernel("histogram", dtype)(
+            _LIKE[dtype], column.numel, _address(base), addresses, shift, bits, chosen, counts
+        )
+        return counts
+
+    def find_equal(
+        self, dtype: str, column: BitsColumn, expert: int, pattern: int, wanted: int | None = None
+    ) -> tuple[int, int]:
+        """How many of an expert's deltas have a magnitude pattern; and the place in the column after the `wanted`-th of
+        them, -1 if there are fewer."""
+        theirs = column.experts[expert]
+        if theirs is None:
+            return 0, -1
+        base, theirs = _aligned(column.base), _aligned(theirs)
+        limit = _NO_LIMIT if wanted is None else wanted
+        count, place = self._kernel("find_equal", dtype)(
+            _LIKE[dtype], column.numel, _address(base), _address(theirs), np.uint32(pattern), limit
+        )
+        return int(count), int(place)
+
+    def drawn_norms(
+        self,
+        dtype: str,
+        column: BitsColumn,
+        expert: int,
+        key: int,
+        limit: int,
+        lanes: tuple[NDArray[np.float64], NDArray[np.float64]],
+    ) -> None:
+        """Add the magnitudes of an expert's deltas to the first lanes, those that a draw keeps to the second ones.
+
+        The column starts at a multiple of 64 elements; columns must come in order (see `LaneSum`).
+        """
+        theirs = column.experts[expert]
+        if theirs is None:
+            return
+        base, theirs = _aligned(column.base), _aligned(theirs)
+        state = np.uint64(_state(key, column.start))
+        self._kernel("drawn_norms", dtype)(
+            _LIKE[dtype], column.numel, _address(base), _address(theirs), state, np.uint64(limit), *lanes
+        )
+
+    def _kernel(self, name: str, dtype: str) -> Callable[..., Any]:
+        found: Callable[..., Any] | None = self._compiled.COMPILED.get((name, dtype))
+        if found is None:
+            with self._compiling:
+                found = self._compiled.kernel(name, dtype)
+        return found
+
+
+def kernels() -> Kernels | None:
+    """The kernels, None where they cannot be used. The first call imports numba."""
+    global _tried, _chosen
+    if not _tried:
+        with _lock:
+            if not _tried:
+                _chosen = _choose()
+                _tried = True
+    return _chosen
+
+
+def warm_up(dtypes: Sequence[str] = tuple(BIT_TYPES)) -> bool:
+    """Compile the kernels now, so that the first merge does not have to wait (about 5 seconds a dtype, once per
+    installation: numba keeps them on disk where it can). False where there are none."""
+    found = kernels()
+    if found is not None:
+        for dtype in dtypes:
+            found.compile(dtype)
+    return found is not None
+
+
+def _choose() -> Kernels | None:
+    if sys.byteorder != "little":
+        return None
+    try:
+        import numba  # type: ignore[import-untyped,unused-ignore]  # old versions ship no types
+
+        if getattr(numba.config, "DISABLE_JIT", False):
+            return None
+        from mpfs.merge.kernels import compiled
+
+        found = Kernels(compiled)
+        found.compile("BF16")
+    except ImportError:
+        return None
+    except Exception as error:  # a numba that does not fit numpy or the machine must not stop a merge
+        warnings.warn(f"numba cannot compile the merge kernels, torch is used: {error}", RuntimeWarning, stacklevel=4)
+        return None
+    return found
+
+
+def _state(key: int, start: int) -> int:
+    """SplitMix64's state at an element of a stream."""
+    return (key + (start + 1) * GAMMA) & _MASK
+
+
+def _address(array: Bits) -> np.uint64:
+    return np.uint64(array.__array_interface__["data"][0])
+
+
+def _aligned(array: Bits | None) -> Bits:
+    """The array, or a copy where it does not lie at a multiple of its elements' size (LMDB promises 2 bytes)."""
+    if array is None:
+        raise ValueError("the column has no base")
+    return array if array.flags.aligned and array.flags.c_contiguous else array.copy()
+
+
+_LIKE: Final = {dtype: np.zeros(1, bits) for dtype, bits in BIT_TYPES.items()}
+"""For a kernel to tell the format from; never read."""

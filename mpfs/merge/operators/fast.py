@@ -1,0 +1,204 @@
+"""Methods at work on bit patterns, by the kernels of `mpfs.merge.kernels`: the results of `prepare` and `apply`, faster.
+
+An operator says in `Operator.fast` which of these does its work. What a kernel does not do is left to the operator:
+the few elements at the end of a float32 tensor whose experts torch sums in an order of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpfs.merge.kernels.backend import Kernels
+from mpfs.merge.kernels.columns import BIT_TYPES, NAN, Bits, BitsColumn, BitsColumns, Largest, Rule, Whole
+from mpfs.merge.operators.arithmetic import first_dealt
+from mpfs.merge.operators.base import Column, Operator, Parameters, Prepared, TensorContext
+from mpfs.merge.operators.magnitude import LAYOUTS, Threshold, magnitude
+from mpfs.merge.random import keep_limit
+from mpfs.stats.accumulators import fold_lanes
+from mpfs.stats.hashing import GROUP
+
+STORED: Final[Mapping[torch.dtype, str]] = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+}
+"""The stored names of the dtypes that there are kernels for."""
+
+
+class LinearPath:
+    """`Linear`."""
+
+    def __init__(self, kernels: Kernels, context: TensorContext, weights: Sequence[float], divisor: float) -> None:
+        self._kernels = kernels
+        self._context = context
+        self._weights = weights
+        self._divisor = divisor
+
+    def prepare(self, columns: BitsColumns) -> Prepared:
+        """Nothing."""
+        return {}
+
+    def apply(self, prepared: Prepared, column: BitsColumn) -> Bits:
+        """The mean of one column.
+
+        Raises:
+            ValueError: an expert is not read and there is no base to stand in for it, or there are no experts.
+        """
+        inputs = [column.base if expert is None else expert for expert in column.experts]
+        models = [model for model in inputs if model is not None]
+        if not models or len(models) < len(inputs):
+            where = f"{self._context.name}: a model is missing at {column.start}"
+            raise ValueError(f"{where}, and there is no base to stand in")
+        return self._kernels.linear(STORED[self._context.dtype], models, self._weights, self._divisor)
+
+
+class TaskVectorPath:
+    """A `TaskVectorOperator`, given what it makes of the parameters.
+
+    `rules` gives the part of each expert's delta that is merged. `condense` is the operator's `prepare`.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        operator: Operator,
+        context: TensorContext,
+        parameters: Parameters,
+        *,
+        weights: Sequence[float],
+        rules: Callable[[Prepared], Sequence[Rule]],
+        condense: Callable[[BitsColumns], Prepared],
+        elects: bool,
+        divide: bool,
+        divisor: float,
+        scale: float,
+    ) -> None:
+        self._kernels = kernels
+        self._operator = operator
+        self._context = context
+        self._parameters = parameters
+        self._weights = weights
+        self._rules = rules
+        self._condense = condense
+        self._elects = elects
+        self._divide = divide
+        self._divisor = divisor
+        self._scale = scale
+
+    def prepare(self, columns: BitsColumns) -> Prepared:
+        """The operator's scalars."""
+        return self._condense(columns)
+
+    def apply(self, prepared: Prepared, column: BitsColumn) -> Bits:
+        """Merge one column.
+
+        Raises:
+            ValueError: the column has no base.
+        """
+        if column.base is None:
+            raise ValueError(f"{self._context.name}: the column at {column.start} has no base")
+        result = self._kernels.task_vector(
+            STORED[self._context.dtype],
+            column,
+            self._rules(prepared),
+            self._weights,
+            elects=self._elects,
+            divide=self._divide,
+            divisor=self._divisor,
+            scale=self._scale,
+        )
+        if self._context.dtype == torch.float32 and len(column.experts) > 4:
+            low = max(first_dealt(self._context.numel, torch.float32) - column.start, 0)
+            if low < column.numel:
+                result[low:] = self._reference(prepared, column, low)
+        return result
+
+    def _reference(self, prepared: Prepared, column: BitsColumn, low: int) -> Bits:
+        """The elements from `low` on, by the operator itself."""
+        context = self._context
+
+        def tensor(bits: Bits) -> torch.Tensor:
+            return torch.from_numpy(bits[low:].astype(np.int32)).view(context.dtype)
+
+        base = None if column.base is None else tensor(column.base)
+        experts = [None if expert is None else tensor(expert) for expert in column.experts]
+        rest = Column(column.start + low, base, experts)
+        merged = self._operator.apply(context, self._parameters, prepared, rest)
+        values: NDArray[np.float32] = merged.numpy()
+        return values.view(BIT_TYPES[STORED[context.dtype]])
+
+
+class KernelCounts:
+    """How often magnitudes occur in a tensor's deltas (`mpfs.merge.operators.magnitude.Counts`), by kernels."""
+
+    def __init__(self, kernels: Kernels, context: TensorContext, columns: BitsColumns) -> None:
+        self._kernels = kernels
+        self._dtype = STORED[context.dtype]
+        self._columns = columns
+
+    def histograms(self, shift: int, bits: int, prefixes: Mapping[int, int]) -> dict[int, NDArray[np.int64]]:
+        """See `Counts`."""
+        chosen = dict(prefixes)
+        total = np.zeros((len(chosen), 1 << bits), np.int64)
+        for _, counts in self._columns.map(lambda c: self._kernels.histogram(self._dtype, c, shift, bits, chosen)):
+            total += counts
+        return dict(zip(chosen, total, strict=True))
+
+    def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+        """See `Counts`: by counting how many there are in each column, and then looking into the one where it ends."""
+        remaining = {i: number for i, (_, number) in wanted.items()}
+        last: dict[int, int] = {}
+        counts = self._columns.map(
+            lambda column: {
+                i: self._kernels.find_equal(self._dtype, column, i, pattern)[0] for i, (pattern, _) in wanted.items()
+            }
+        )
+        for number, found in counts:
+            for i, count in found.items():
+                if i not in last:
+                    if count >= remaining[i]:
+                        last[i] = number
+                    else:
+                        remaining[i] -= count
+        cutoffs: dict[int, int] = {}
+
+        def place(i: int) -> Callable[[BitsColumn], int]:
+            pattern = wanted[i][0]
+            return lambda column: (
+                column.start + self._kernels.find_equal(self._dtype, column, i, pattern, remaining[i])[1]
+            )
+
+        for i, number in last.items():
+            for _, cutoff in self._columns.map(place(i), {number}):
+                cutoffs[i] = cutoff
+        return cutoffs
+
+
+def drawn_norms(
+    kernels: Kernels, context: TensorContext, columns: BitsColumns, keys: Mapping[int, tuple[int, float]]
+) -> dict[int, tuple[float, float]]:
+    """The L1 norms of experts' deltas, whole and as drawn; `keys` has the experts' streams and densities."""
+    lanes = {i: (np.zeros(GROUP), np.zeros(GROUP)) for i in keys}
+    dtype = STORED[context.dtype]
+
+    def add(column: BitsColumn) -> None:
+        for i, (key, density) in keys.items():
+            kernels.drawn_norms(dtype, column, i, key, keep_limit(density), lanes[i])
+
+    columns.in_order(add)
+    return {i: (fold_lanes(full), fold_lanes(masked)) for i, (full, masked) in lanes.items()}
+
+
+def rule_of(threshold: Threshold, context: TensorContext) -> Rule:
+    """A threshold as kernels take it."""
+    if threshold.pattern == 0 and threshold.cutoff >= context.numel:
+        return Whole()
+    if threshold.pattern > LAYOUTS[context.dtype].infinity:
+        return Largest(NAN, threshold.cutoff)
+    value = np.float32(magnitude(threshold.pattern, context.dtype))
+    return Largest(int(value.view(np.uint32)), threshold.cutoff)
