@@ -36,9 +36,10 @@ COMPAT = "mergekit-0.1.5"
 
 @dataclass(frozen=True, slots=True)
 class _Weighed:
-    """A merged tensor with the planner's view of it."""
+    """A merged tensor with the planner's view of it. `differing` says, for each expert, which blocks are not the base's."""
 
     inputs: TensorInputs
+    differing: tuple[NDArray[np.bool_], ...]
     candidates: Candidates
 
 
@@ -74,11 +75,7 @@ def compile_plan(
         UsageError: a budget or fidelity that cannot be meant.
     """
     _check_budget(budget)
-    weighed = {
-        inputs.name: _Weighed(inputs, _candidates(inputs, operator, reader))
-        for inputs in fitted.tensors
-        if inputs.merged
-    }
+    weighed = {inputs.name: _weigh(inputs, operator, reader) for inputs in fitted.tensors if inputs.merged}
     everything_read = _choose_all(weighed)
     full = _distinct_bytes(weighed, everything_read)
     limit = _limit(budget, full)
@@ -177,14 +174,22 @@ def _fidelity(choices: _Chosen) -> float:
     return round(predicted_fidelity(choices.values()), 9)
 
 
-def _candidates(inputs: TensorInputs, operator: Operator, reader: BlockReader) -> Candidates:
+def _weigh(inputs: TensorInputs, operator: Operator, reader: BlockReader) -> _Weighed:
+    base = None if inputs.base is None else inputs.base.tensor
+    differing = tuple(_differing(expert.tensor, base) for _, expert in inputs.experts)
+    return _Weighed(inputs, differing, _candidates(inputs, differing, operator, reader))
+
+
+def _candidates(
+    inputs: TensorInputs, differing: Sequence[NDArray[np.bool_]], operator: Operator, reader: BlockReader
+) -> Candidates:
     elements = inputs.column_elements
     experts = [item.tensor for _, item in inputs.experts]
     columns = -(-inputs.numel // elements)
     base = None if inputs.base is None else inputs.base.tensor
     cost = np.zeros((columns, len(experts)), np.int64)
-    for index, expert in enumerate(experts):
-        cost[:, index] = _column_cost(expert, base, elements)
+    for index, (expert, blocks) in enumerate(zip(experts, differing, strict=True)):
+        cost[:, index] = _column_cost(expert, blocks, elements)
     if base is None or not cost.any():
         return Candidates(inputs.name, np.zeros((columns, len(experts), len(experts))), cost, base is None)
     records = np.stack([column_records(reader, expert, elements) for expert in experts])
@@ -201,9 +206,9 @@ def _candidates(inputs: TensorInputs, operator: Operator, reader: BlockReader) -
     return Candidates(inputs.name, gram, cost, operator.interaction == "column")
 
 
-def _column_cost(expert: Tensor, base: Tensor | None, elements: int) -> NDArray[np.int64]:
+def _column_cost(expert: Tensor, differing: NDArray[np.bool_], elements: int) -> NDArray[np.int64]:
     width = blocks_per_column(expert, elements)
-    sizes = np.where(_differing(expert, base), _block_sizes(expert), 0)
+    sizes = np.where(differing, _block_sizes(expert), 0)
     padded = np.zeros(-(-len(sizes) // width) * width, np.int64)
     padded[: len(sizes)] = sizes
     total: NDArray[np.int64] = padded.reshape(-1, width).sum(axis=1)
@@ -228,10 +233,9 @@ def _distinct_bytes(weighed: _Merged, choices: _Chosen) -> int:
     """Bytes of the distinct expert blocks that a choice reads."""
     sizes: dict[BlockId, int] = {}
     for name, item in weighed.items():
-        base = None if item.inputs.base is None else item.inputs.base.tensor
         for index, (_, expert) in enumerate(item.inputs.experts):
             read = choices[name].read[:, index]
-            sizes.update(_blocks_in(expert.tensor, read, item.inputs.column_elements, _differing(expert.tensor, base)))
+            sizes.update(_blocks_in(expert.tensor, read, item.inputs.column_elements, item.differing[index]))
     return sum(sizes.values())
 
 
@@ -242,7 +246,7 @@ def _blocks_in(
     inside = np.repeat(columns, blocks_per_column(tensor, column_elements))[: len(tensor.blocks)]
     if wanted is not None:
         inside = inside & wanted
-    return compress(tensor.sized_blocks(), inside.tolist())
+    return compress(zip(tensor.blocks, _block_sizes(tensor).tolist(), strict=True), inside.tolist())
 
 
 def column_blocks(

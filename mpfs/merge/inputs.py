@@ -103,7 +103,7 @@ class _Report:
         if self.differing:
             lenient.append(f"tensors that cannot be averaged differ between models: {_some(self.differing)}")
         for name, tensors in self.extra.items():
-            lenient.append(f"{name} has {len(tensors)} tensors that the base has not: {_some(tensors)}")
+            lenient.append(f"{name} has {_tensors(tensors)} that the base has not: {_some(tensors)}")
         if errors:
             raise MismatchError(
                 f"the models do not fit: {'; '.join(errors)}. Choose models of one architecture, or take the base's "
@@ -111,7 +111,7 @@ class _Report:
                 problems=errors,
             )
         for name, tensors in self.missing.items():
-            notes.append(f"{name} lacks {len(tensors)} tensors, merged without it there: {_some(tensors)}")
+            notes.append(f"{name} lacks {_tensors(tensors)}, merged without it there: {_some(tensors)}")
         if self.opaque:
             notes.append(f"not floating point, equal in all models, carried over: {_some(self.opaque)}")
         return tuple(notes)
@@ -259,6 +259,10 @@ def promote(dtypes: Iterable[str]) -> str:
 def keeps_value(dtype: str, through: str) -> bool:
     """Whether casting any value of `dtype` to `through` and back gives it back."""
     return dtype == through or BITS[through] > BITS[dtype]
+
+
+def _tensors(items: Sequence[str]) -> str:
+    return "1 tensor" if len(items) == 1 else f"{len(items)} tensors"
 
 
 def _some(items: Sequence[str]) -> str:

@@ -95,7 +95,7 @@ def config_with_dtype(config: bytes, dtype: str) -> bytes:
     """
     try:
         value = json.loads(config)
-    except ValueError:
+    except (ValueError, RecursionError):
         return config
     if not isinstance(value, dict):
         return config

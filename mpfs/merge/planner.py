@@ -197,16 +197,24 @@ def _chains(index: int, item: Candidates, policy: Policy, seed: int, width: int)
     order, gains, costs = _forward(item, given)
     if policy == "energy":
         return _hull(index, order, gains, costs, width)
+    if policy == "random":
+        keys = np.take_along_axis(drawn, order, axis=1)
+    else:
+        keys = (spread[:, None] + np.arange(count) - (~costly).sum(axis=1)[:, None]) / max(1, count)
+    return _concatenate(_steps(index, order, gains, costs, keys, width), width)
+
+
+def _steps(
+    index: int, order: IntArray, gains: FloatArray, costs: IntArray, keys: FloatArray, width: int
+) -> list[_Moves]:
+    """A move for each step of a chain that costs something."""
     parts = []
-    free = (~costly).sum(axis=1)
-    for step in range(count):
+    for step in range(order.shape[1]):
         chosen = np.flatnonzero(costs[:, step] > 0)
-        taken = order[chosen, step]
         experts = np.zeros((len(chosen), width), bool)
-        experts[np.arange(len(chosen)), taken] = True
-        key = drawn[chosen, taken] if policy == "random" else (spread[chosen] + step - free[chosen]) / count
-        parts.append(_moves(index, chosen, step, key, gains[chosen, step], costs[chosen, step], experts))
-    return _concatenate(parts, width)
+        experts[np.arange(len(chosen)), order[chosen, step]] = True
+        parts.append(_moves(index, chosen, step, keys[chosen, step], gains[chosen, step], costs[chosen, step], experts))
+    return parts
 
 
 def _moves(
@@ -263,11 +271,12 @@ def _hull(index: int, order: IntArray, gains: FloatArray, costs: IntArray, width
     columns, count = order.shape
     gain_at = np.concatenate([np.zeros((columns, 1)), np.cumsum(gains, axis=1)], axis=1)
     cost_at = np.concatenate([np.zeros((columns, 1), np.int64), np.cumsum(costs, axis=1)], axis=1)
-    place = np.zeros(columns, np.int64)
-    free = cost_at[:, 1:] == 0
-    place += free.sum(axis=1)
-    parts: list[_Moves] = []
-    active = np.flatnonzero(place < count)
+    # Most chains fall by themselves; the others are climbed down from corner to corner.
+    step_rate = np.where(costs > 0, gains / np.maximum(costs, 1), np.inf)
+    falling = (step_rate[:, 1:] <= step_rate[:, :-1]).all(axis=1)
+    parts = _steps(index, order, gains, np.where(falling[:, None], costs, 0), -step_rate, width)
+    place = (cost_at[:, 1:] == 0).sum(axis=1)
+    active = np.flatnonzero(~falling & (place < count))
     ceiling = np.full(columns, np.inf)
     position = 0
     while len(active):

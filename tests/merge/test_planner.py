@@ -122,7 +122,8 @@ def test_what_always_holds(
     for item, choice in zip(items, choices.tensors, strict=True):
         assert not choice.read[item.cost == 0].any()
         if whole:
-            assert (choice.read.any(axis=1)[:, None] & (item.cost > 0) == choice.read).all()
+            touched: NDArray[np.bool_] = np.asarray(choice.read.any(axis=1))
+            assert (touched[:, None] & (item.cost > 0) == choice.read).all()
     lost, everything = left_out(items, choices), energy(items)
     assert sum(choice.energy_left_out for choice in choices.tensors) == pytest.approx(lost, rel=1e-9, abs=1e-9)
     assert sum(choice.energy for choice in choices.tensors) == pytest.approx(everything, rel=1e-9, abs=1e-9)
@@ -249,9 +250,9 @@ def test_uniform_spreads_over_every_tensor() -> None:
 def test_nothing_to_read() -> None:
     empty: list[Candidates] = []
     assert choose(empty, budget=10).fidelity == 1.0
-    no_columns = [candidate("t", np.zeros((0, 3, 1)), np.zeros((0, 3)))]
-    no_experts = [candidate("t", np.zeros((3, 0, 1)), np.zeros((3, 0)))]
-    no_deltas = [candidate("t", np.zeros((3, 2, 1)), np.zeros((3, 2)))]
+    no_columns = [candidate("t", np.zeros((0, 3, 1)), np.zeros((0, 3), np.int64))]
+    no_experts = [candidate("t", np.zeros((3, 0, 1)), np.zeros((3, 0), np.int64))]
+    no_deltas = [candidate("t", np.zeros((3, 2, 1)), np.zeros((3, 2), np.int64))]
     unchanged = [candidate("t", np.zeros((3, 2, 1)), np.full((3, 2), BLOCK))]
     for items in (no_columns, no_experts, no_deltas, unchanged, [*no_columns, *no_experts, *unchanged]):
         for policy in POLICIES:
