@@ -288,6 +288,11 @@ def assert_same(actual: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
         assert not differing.any(), f"{name}: {int(differing.sum())} of {tensor.numel()} differ"
 
 
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merge with the operators in torch from here on."""
+    monkeypatch.setattr("mpfs.merge.engine.kernels", lambda: None, raising=False)
+
+
 @contextmanager
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[BlockId]]:
     """The ids of all blocks that are read within the `with` block."""

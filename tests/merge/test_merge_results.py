@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from merge_cases import Family, Lab, assert_same, expected, family, recipe
+from merge_cases import Family, Lab, assert_same, expected, family, recipe, without_kernels
 
 pytest_plugins = ["merge_fixtures"]
 
@@ -32,9 +32,14 @@ def build(lab: Lab, models: Family) -> None:
     models.add_to(lab)
 
 
+@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_full_merge_is_the_plain_formula(lab: Lab, method: str, dtype: str) -> None:
+def test_full_merge_is_the_plain_formula(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, method: str, dtype: str, fast: bool
+) -> None:
+    if not fast:
+        without_kernels(monkeypatch)
     build(lab, family(3, dtype=DTYPES[dtype], changed=0.7, same_tensors=["layer.0.bias"]))
     asked = recipe(method, 3, **METHODS[method])
     report = lab.merge(asked)

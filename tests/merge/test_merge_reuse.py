@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from merge_cases import Lab, Tensors, assert_same, counted_reads, expected, family, recipe
+from merge_cases import Lab, Tensors, assert_same, counted_reads, expected, family, recipe, without_kernels
 
 from mpfs.merge.operators import get_operator
 from mpfs.objects import Budget
@@ -165,8 +165,8 @@ def test_results_survive_gc_only_with_their_blocks(models: Lab) -> None:
     assert models.repository.fsck(read_data=True).ok
 
 
-def test_keys_cost_little(models: Lab) -> None:
-    """A merge that is all reuse asks for each column once, and prepares no tensor anew."""
+def test_nothing_is_prepared_again(models: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
     models.merge(asked("ties"))
     operator = type(get_operator("ties"))
     with pytest.MonkeyPatch.context() as patch:

@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from merge_cases import Lab, family, recipe
+from merge_cases import Lab, counted_reads, family, recipe, without_kernels
 
 from mpfs.errors import BadInputError, IntegrityError, NotFoundError, UsageError
+from mpfs.merge.delta import DeltaIterator, PlanInputs
+from mpfs.merge.engine import left_out
 from mpfs.merge.operators import Column, get_operator
 from mpfs.merge.planner import POLICIES
 from mpfs.objects import BlockId, Budget, Plan, object_id
 from mpfs.repository import Repository
-from mpfs.store import Store
+from mpfs.store import BlockReader, Store
 
 pytest_plugins = ["merge_fixtures"]
 
@@ -131,6 +133,7 @@ def test_damage_is_named_and_nothing_is_published(
 @pytest.mark.parametrize("phase", ["apply", "prepare"])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_method_that_fails(models: Lab, monkeypatch: pytest.MonkeyPatch, phase: str, threads: int) -> None:
+    without_kernels(monkeypatch)
     calls = 0
     lock = threading.Lock()
     right = getattr(type(get_operator("ties")), phase)
@@ -156,6 +159,7 @@ def test_a_method_that_fails(models: Lab, monkeypatch: pytest.MonkeyPatch, phase
 
 
 def test_columns_come_out_in_order_whatever_is_done_first(models: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
     plain = models.merge(ASKED, reuse=False, threads=1)
     right = type(get_operator("ties")).apply
 
@@ -182,8 +186,7 @@ def test_progress_rises_to_the_end(models: Lab, budget: Budget) -> None:
 
 
 def test_no_more_columns_are_in_flight_than_memory_allows(models: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpfs.merge.delta import DeltaIterator
-
+    without_kernels(monkeypatch)
     now = most = 0
     lock = threading.Lock()
     right = type(get_operator("ties")).apply
@@ -228,6 +231,36 @@ def test_keep_and_compute_are_what_the_plan_says(models: Lab) -> None:
         for index, block in enumerate(merged[tensor.name].blocks):
             assert (block == base[tensor.name].blocks[index]) == (index not in computed)
     assert list(merged) == list(base)
+
+
+def test_the_disk_is_asked_for_what_is_planned_and_no_more(models: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[BlockId] = set()
+    monkeypatch.setattr(BlockReader, "prefetch", lambda self, blocks: asked.update(blocks))
+    for policy in POLICIES:
+        asked.clear()
+        with counted_reads(monkeypatch) as read:
+            models.merge(ASKED, budget=Budget("percent", 20), policy=policy, reuse=False)
+        assert asked == read
+    asked.clear()
+    models.merge(ASKED, into="again", budget=Budget("percent", 20), policy="random")
+    assert not asked  # everything is known
+
+
+def test_what_is_left_out_is_stated(models: Lab) -> None:
+    plan = models.repository.plan(ASKED, budget=Budget("percent", 40), policy="random").plan
+    base, experts = models.load("base"), [models.load(f"e{i}") for i in range(3)]
+    store = Store.open(models.repository.path)
+    for tensor in plan.tensors:
+        runs = left_out(store, tensor, PlanInputs.load(store.objects, tensor))
+        for expert, selection, unread in zip(experts, tensor.selections, runs, strict=bool(tensor.experts)):
+            delta = (expert[tensor.name] - base[tensor.name]).flatten()
+            read = set(selection.columns())
+            columns = [c for c in range(tensor.column_count) if c not in read]
+            parts = [delta[c * tensor.column_elements :][: tensor.column_elements] for c in columns]
+            assert [run.numel for run in unread] == [len(part) for part in parts]
+            for run, part in zip(unread, parts, strict=True):
+                assert run.rms == pytest.approx(float(part.square().mean().sqrt()), rel=0.5)
+    store.close()
 
 
 def test_a_merge_opens_from_a_path_of_a_recipe_file(models: Lab, tmp_path: Path) -> None:
