@@ -18,19 +18,16 @@ from mpfs.errors import BadInputError, NotFoundError, RefConflictError
 from mpfs.history import Diff, Explanation, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
 from mpfs.history.storage import StorageReport, measure_storage
 from mpfs.merge.reports import MergeReport, PlanReport
-from mpfs.objects import Budget, Commit, File, Input, ObjectId, Plan, Run, Snapshot, Tensor, object_id
+from mpfs.objects import Budget, Commit, Input, ObjectId, Plan, Run, Snapshot, object_id
 from mpfs.objects.ids import is_object_id
 from mpfs.objects.progress import Progress
 from mpfs.store import FsckReport, GcResult, Ref, ReflogEntry, Store, StoreInfo, check, execute_gc
 from mpfs.store.store import DEFAULT_BLOCK_SIZE, DEFAULT_MAP_SIZE
+from mpfs.vfs.contents import Contents
 
 if TYPE_CHECKING:
-    import torch
-
     from mpfs.ingest.commit import ImportReport
     from mpfs.merge.recipe import Recipe
-    from mpfs.vfs.checkout import CheckoutResult
-    from mpfs.vfs.reader import SnapshotReader
 
 PolicyName: TypeAlias = Literal["energy", "uniform", "random"]
 MismatchPolicy: TypeAlias = Literal["error", "base"]
@@ -42,8 +39,11 @@ _DEFAULT_MEMORY = 1 << 30
 """Bound of a merge's anonymous memory, in bytes."""
 
 
-class Repository(AbstractContextManager["Repository"]):
-    """An open repository. Close it, or use it in a `with` block; it may be used from several threads."""
+class Repository(Contents, AbstractContextManager["Repository"]):
+    """An open repository. Close it, or use it in a `with` block; it may be used from several threads.
+
+    How to read a revision's files and tensors, check it out and mount it is in `Contents`.
+    """
 
     def __init__(self, store: Store, author: str | None = None) -> None:
         self._store = store
@@ -389,90 +389,6 @@ class Repository(AbstractContextManager["Repository"]):
         if name is not None and not entries:
             raise NotFoundError(f"no ref was ever called {name}", ref=name)
         return entries
-
-    # -- contents -----------------------------------------------------------------------------------------------
-
-    def reader(self, revision: str) -> SnapshotReader:
-        """Random access to the files and tensors of a revision."""
-        from mpfs.vfs.reader import SnapshotReader
-
-        return SnapshotReader(self._store, self.snapshot(revision), revision)
-
-    def ls(self, revision: str, path: str = "") -> list[File]:
-        """The files of a revision at or under `path`.
-
-        Raises:
-            NotFoundError: there are none.
-        """
-        files = self.snapshot(revision).files_under(path)
-        if path.strip("/") and not files:
-            raise NotFoundError(f"{revision} has no file {path}", path=path)
-        return files
-
-    def tensors(self, revision: str) -> dict[str, Tensor]:
-        """Every tensor object (dtype, shape, blocks) of a revision, by name; no block is read."""
-        return {
-            name: self._store.objects.get(Tensor, identity)
-            for name, identity in self.snapshot(revision).tensors.items()
-        }
-
-    def load(self, revision: str) -> dict[str, torch.Tensor]:
-        """All tensors of a revision, on the CPU, with memory of their own."""
-        reader = self.reader(revision)
-        return {name: reader.load_tensor(name) for name in reader.snapshot.tensors}
-
-    def tensor(self, revision: str, name: str) -> torch.Tensor:
-        """One tensor of a revision, on the CPU.
-
-        Raises:
-            NotFoundError: there is no such tensor.
-        """
-        return self.reader(revision).load_tensor(name)
-
-    def checkout(
-        self,
-        revision: str,
-        directory: str | os.PathLike[str],
-        *,
-        shard_size: int | None = None,
-        force: bool = False,
-        progress: Progress | None = None,
-    ) -> CheckoutResult:
-        """Write the files of a revision into a directory, all or nothing.
-
-        Args:
-            revision: what to write.
-            directory: must not exist, or be empty.
-            shard_size: bytes of tensors a file; None: the files as they are in the snapshot, byte for byte.
-            force: replace a directory that is not empty.
-            progress: told bytes done, of all.
-
-        Raises:
-            UsageError: the directory is not empty, or must not be replaced.
-            IntegrityError: a block is damaged; nothing is left in the directory.
-            NoSpaceError: the disk is full; nothing is left in the directory.
-        """
-        from mpfs.vfs.checkout import check_out
-
-        return check_out(
-            self._store,
-            self.snapshot(revision),
-            Path(directory),
-            name=revision,
-            shard_size=shard_size,
-            force=force,
-            progress=progress,
-        )
-
-    def check_checkout_target(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Whether `checkout` may write to a directory, before anything costly is done for it.
-
-        Raises:
-            UsageError: it is not empty, or must not be replaced.
-        """
-        from mpfs.vfs.target import check_target, resolve_target
-
-        check_target(resolve_target(Path(directory)), self.path, force=force)
 
     # -- upkeep -------------------------------------------------------------------------------------------------
 

@@ -11,23 +11,21 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
 from mpfs.errors import UsageError
-from mpfs.objects import BlobFile, Commit, File, ObjectId, Snapshot
-from mpfs.store import Store, check_ref_name
-from mpfs.vfs.reader import FileReader, SnapshotReader
+from mpfs.objects import ObjectId
+from mpfs.store import Store
+from mpfs.vfs.names import can_be_ref, find_commits
+from mpfs.vfs.reader import FileReader
+from mpfs.vfs.tree import Tree, Trees, children, content_key
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -35,14 +33,8 @@ if TYPE_CHECKING:
 REPOSITORY_VARIABLE = "MPFS_REPO"
 """The environment variable that names the repository where `repo` is not given."""
 
-MIN_PREFIX = 8
-"""Fewest hex digits of a commit's id that are taken for one."""
-
 BUFFER_BYTES = 128 << 10
 """Small reads from an open file are served out of a buffer of this size; larger ones go past it."""
-
-_KEPT_COMMITS = 16
-_COMMIT = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},64}}")
 
 
 @dataclass(frozen=True)
@@ -51,15 +43,6 @@ class _Place:
 
     commit: ObjectId | None
     inner: str
-
-
-@dataclass(frozen=True)
-class _Tree:
-    """A commit, opened, and its directories: the names in each, by path."""
-
-    reader: SnapshotReader
-    time: int
-    directories: dict[str, tuple[str, ...]]
 
 
 class MPFSFile(io.BufferedReader):
@@ -134,7 +117,7 @@ class MPFSFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._repo = None if repo is None else os.fspath(repo)
         self._lock = threading.RLock()
         self._stores: dict[str, Store] = {}
-        self._trees: OrderedDict[tuple[str, ObjectId], _Tree] = OrderedDict()
+        self._trees = Trees()
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -178,7 +161,7 @@ class MPFSFileSystem(AbstractFileSystem):  # type: ignore[misc]
         path = self._strip_protocol(path)
         place = self._place(path)
         if place.commit is None:
-            names = _children(path, (ref.name for ref in self.store.refs.all()))
+            names = children(path, (ref.name for ref in self.store.refs.all()))
         else:
             tree = self._tree(place.commit)
             if place.inner in tree.reader:
@@ -279,67 +262,24 @@ class MPFSFileSystem(AbstractFileSystem):  # type: ignore[misc]
         refs = self.store.refs
         for depth in range(len(parts), 0, -1):
             name = "/".join(parts[:depth])
-            # Most paths are no names that a ref could have, and some are too long for LMDB to look up.
-            if _can_be_ref(name) and (ref := refs.find(name)) is not None:
+            if can_be_ref(name) and (ref := refs.find(name)) is not None:
                 return _Place(ref.commit, "/".join(parts[depth:]))
         if any(ref.name.startswith(f"{path}/") for ref in refs.all()):
             return _Place(None, "")
-        if _COMMIT.fullmatch(parts[0]):
-            found = self.store.objects.ids(Commit, parts[0])
-            if len(found) > 1:
-                raise FileNotFoundError(errno.ENOENT, f"{len(found)} commits begin with {parts[0]}", path)
-            if found:
-                return _Place(found[0], "/".join(parts[1:]))
+        found = find_commits(self.store, parts[0])
+        if len(found) > 1:
+            raise FileNotFoundError(errno.ENOENT, f"{len(found)} commits begin with {parts[0]}", path)
+        if found:
+            return _Place(found[0], "/".join(parts[1:]))
         raise _missing(path)
 
-    def _tree(self, commit: ObjectId) -> _Tree:
-        store = self.store
-        key = (str(store.path), commit)
-        with self._lock:
-            tree = self._trees.get(key)
-            if tree is None:
-                tree = self._trees[key] = _open_tree(store, commit)
-                if len(self._trees) > _KEPT_COMMITS:
-                    self._trees.popitem(last=False)
-            self._trees.move_to_end(key)
-            return tree
-
-
-def content_key(file: File) -> str:
-    """64 hex digits that name a file's content, from the ids of what it is made of; no block is read."""
-    if isinstance(file, BlobFile):
-        return file.content
-    return sha256("".join([file.header, *(identity for _, identity in file.tensors)]).encode()).hexdigest()
-
-
-def _open_tree(store: Store, commit: ObjectId) -> _Tree:
-    found = store.objects.get(Commit, commit)
-    snapshot = store.objects.get(Snapshot, found.snapshot)
-    paths = [file.path for file in snapshot.files]
-    directories = {""} | {
-        "/".join(path.split("/")[:depth]) for path in paths for depth in range(1, path.count("/") + 1)
-    }
-    listing = {directory: tuple(_children(directory, paths)) for directory in directories}
-    return _Tree(SnapshotReader(store, snapshot, commit), found.time, listing)
-
-
-def _children(directory: str, paths: Iterable[str]) -> list[str]:
-    """The names directly in a directory, sorted."""
-    prefix = f"{directory}/" if directory else ""
-    return sorted({path[len(prefix) :].partition("/")[0] for path in paths if path.startswith(prefix)})
+    def _tree(self, commit: ObjectId) -> Tree:
+        return self._trees.get(self.store, commit)
 
 
 def _repository_directory(path: Path) -> Path:
     inner = path / ".mpfs"
     return inner if not (path / "config.json").exists() and inner.is_dir() else path
-
-
-def _can_be_ref(name: str) -> bool:
-    try:
-        check_ref_name(name)
-    except UsageError:
-        return False
-    return True
 
 
 def _missing(path: str) -> FileNotFoundError:

@@ -254,7 +254,7 @@ class FileReader:
             IntegrityError: a block is missing or damaged; the message names it, its tensor and the snapshot.
         """
         pieces: list[bytes] = []
-        self._visit(offset, size, lambda batch: pieces.append(b"".join(batch)))
+        self.visit(offset, size, lambda batch: pieces.append(b"".join(batch)))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def read_into(self, offset: int, buffer: WriteableBuffer) -> int:
@@ -275,7 +275,7 @@ class FileReader:
                 target[done : done + len(piece)] = piece
                 done += len(piece)
 
-        self._visit(offset, len(target), put)
+        self.visit(offset, len(target), put)
         return done
 
     def iter_chunks(self, start: int = 0, stop: int | None = None, *, batch: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -305,10 +305,16 @@ class FileReader:
             for piece in batch:
                 write(piece)
 
-        self._visit(start, (self.size if stop is None else stop) - start, visit)
+        self.visit(start, (self.size if stop is None else stop) - start, visit)
 
-    def _visit(self, offset: int, size: int, visit: Callable[[list[memoryview]], object]) -> None:
-        """Call `visit` with the pieces of [offset, offset + size), batch by batch, inside the batch's transaction."""
+    def visit(self, offset: int, size: int, visit: Callable[[list[memoryview]], object]) -> None:
+        """Call `visit` with the pieces of [offset, offset + size), batch by batch, straight from the map's buffers.
+
+        A batch is BATCH_BYTES at most, or a single block. As with `copy_to`, its buffers are valid during the call.
+
+        Raises:
+            As `read_at`, and whatever `visit` raises.
+        """
         if offset < 0 or size < 0:
             raise ValueError(f"cannot read {size} bytes at offset {offset}")
         stop = min(offset + size, self.size)

@@ -1,0 +1,158 @@
+"""What a revision holds, in every way there is to get at it: the part of `mpfs.Repository` that reads.
+
+The facade inherits it, so that it stays a list of what one can do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpfs.errors import NotFoundError
+from mpfs.objects import File, Snapshot, Tensor
+from mpfs.objects.progress import Progress
+from mpfs.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpfs.vfs.checkout import CheckoutResult
+    from mpfs.vfs.mount import Mount
+    from mpfs.vfs.reader import SnapshotReader
+
+
+class Contents:
+    """Reads revisions out of a store. A subclass says what a revision is."""
+
+    _store: Store
+
+    def snapshot(self, revision: str) -> Snapshot:
+        """The snapshot of a commit."""
+        raise NotImplementedError
+
+    def reader(self, revision: str) -> SnapshotReader:
+        """Random access to the files and tensors of a revision."""
+        from mpfs.vfs.reader import SnapshotReader
+
+        return SnapshotReader(self._store, self.snapshot(revision), revision)
+
+    def ls(self, revision: str, path: str = "") -> list[File]:
+        """The files of a revision at or under `path`.
+
+        Raises:
+            NotFoundError: there are none.
+        """
+        files = self.snapshot(revision).files_under(path)
+        if path.strip("/") and not files:
+            raise NotFoundError(f"{revision} has no file {path}", path=path)
+        return files
+
+    def tensors(self, revision: str) -> dict[str, Tensor]:
+        """Every tensor object (dtype, shape, blocks) of a revision, by name; no block is read."""
+        return {
+            name: self._store.objects.get(Tensor, identity)
+            for name, identity in self.snapshot(revision).tensors.items()
+        }
+
+    def load(self, revision: str) -> dict[str, torch.Tensor]:
+        """All tensors of a revision, on the CPU, with memory of their own: `model.load_state_dict(repo.load("main"))`.
+
+        Tied tensors are loaded once and share their memory, as they do in a model.
+        """
+        reader = self.reader(revision)
+        loaded = {identity: reader.load_tensor(name) for name, identity in _first_names(reader.snapshot).items()}
+        return {name: loaded[identity] for name, identity in reader.snapshot.tensors.items()}
+
+    def tensor(self, revision: str, name: str) -> torch.Tensor:
+        """One tensor of a revision, on the CPU.
+
+        Raises:
+            NotFoundError: there is no such tensor.
+        """
+        return self.reader(revision).load_tensor(name)
+
+    def checkout(
+        self,
+        revision: str,
+        directory: str | os.PathLike[str],
+        *,
+        shard_size: int | None = None,
+        force: bool = False,
+        progress: Progress | None = None,
+    ) -> CheckoutResult:
+        """Write the files of a revision into a directory, all or nothing.
+
+        Args:
+            revision: what to write.
+            directory: must not exist, or be empty.
+            shard_size: bytes of tensors a file; None: the files as they are in the snapshot, byte for byte.
+            force: replace a directory that is not empty.
+            progress: told bytes done, of all.
+
+        Raises:
+            UsageError: the directory is not empty, or must not be replaced.
+            IntegrityError: a block is damaged; nothing is left in the directory.
+            NoSpaceError: the disk is full; nothing is left in the directory.
+        """
+        from mpfs.vfs.checkout import check_out
+
+        return check_out(
+            self._store,
+            self.snapshot(revision),
+            Path(directory),
+            name=revision,
+            shard_size=shard_size,
+            force=force,
+            progress=progress,
+        )
+
+    def check_checkout_target(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Whether `checkout` may write to a directory, before anything costly is done for it.
+
+        Raises:
+            UsageError: it is not empty, or must not be replaced.
+        """
+        from mpfs.vfs.target import check_target, resolve_target
+
+        check_target(resolve_target(Path(directory)), self._store.path, force=force)
+
+    def mount(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        allow_other: bool = False,
+        report: Callable[[str], object] = lambda message: None,
+    ) -> Mount:
+        """Mount every ref as a read-only directory, until the result is closed (use it in a `with` block).
+
+        It is for other processes: see `mpfs.vfs.mount.Mount`, which also says what the arguments mean.
+
+        Raises:
+            UsageError: the directory is not empty, or in the repository.
+            FuseUnavailableError: the machine lacks libfuse 3 or /dev/fuse; the message says what to install.
+        """
+        from mpfs.vfs.mount import Mount
+
+        return Mount(self._store, Path(directory), allow_other=allow_other, report=report)
+
+    def check_mountpoint(self, directory: str | os.PathLike[str]) -> Path:
+        """The absolute path of a directory that `mount` can take, made if need be.
+
+        Raises:
+            As `mount`.
+        """
+        from mpfs.vfs.libfuse import require_fuse
+        from mpfs.vfs.mount import check_mountpoint
+
+        require_fuse()
+        return check_mountpoint(Path(directory), self._store.path)
+
+
+def _first_names(snapshot: Snapshot) -> dict[str, str]:
+    """The ids of a snapshot's tensors, each under one of its names."""
+    names: dict[str, str] = {}
+    for name, identity in snapshot.tensors.items():
+        names.setdefault(identity, name)
+    return {name: identity for identity, name in names.items()}
