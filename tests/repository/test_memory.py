@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from child_server import Children
 
 from mpfs.formats.safetensors import build_header
@@ -64,7 +63,6 @@ def write_model(folder: Path, expert: int | None) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_import_and_merge_of_a_large_model(tmp_path: Path) -> None:
     names = {"base": None, "one": 1, "two": 2}
     imports = {name: str(write_model(tmp_path / name, expert)) for name, expert in names.items()}
