@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -163,7 +164,7 @@ def predicted_fidelity(choices: Iterable[Choice]) -> float:
     for choice in choices:
         total += choice.energy
         left_out += choice.energy_left_out
-    return 1.0 if total <= 0.0 else max(0.0, 1.0 - (left_out / total) ** 0.5)
+    return 1.0 if total <= 0.0 else max(0.0, 1.0 - sqrt(left_out / total))
 
 
 def _loss(gram: FloatArray, left_out: BoolArray) -> FloatArray:
@@ -198,10 +199,10 @@ def _chains(index: int, item: Candidates, policy: Policy, seed: int, width: int)
     if policy == "energy":
         return _hull(index, order, gains, costs, width)
     if policy == "random":
-        keys = np.take_along_axis(drawn, order, axis=1)
+        step_keys: FloatArray = np.take_along_axis(drawn, order, axis=1)
     else:
-        keys = (spread[:, None] + np.arange(count) - (~costly).sum(axis=1)[:, None]) / max(1, count)
-    return _concatenate(_steps(index, order, gains, costs, keys, width), width)
+        step_keys = (spread[:, None] + np.arange(count) - (~costly).sum(axis=1)[:, None]) / max(1, count)
+    return _concatenate(_steps(index, order, gains, costs, step_keys, width), width)
 
 
 def _steps(
@@ -273,7 +274,7 @@ def _hull(index: int, order: IntArray, gains: FloatArray, costs: IntArray, width
     cost_at = np.concatenate([np.zeros((columns, 1), np.int64), np.cumsum(costs, axis=1)], axis=1)
     # Most chains fall by themselves; the others are climbed down from corner to corner.
     step_rate = np.where(costs > 0, gains / np.maximum(costs, 1), np.inf)
-    falling = (step_rate[:, 1:] <= step_rate[:, :-1]).all(axis=1)
+    falling: BoolArray = np.asarray((step_rate[:, 1:] <= step_rate[:, :-1]).all(axis=1))
     parts = _steps(index, order, gains, np.where(falling[:, None], costs, 0), -step_rate, width)
     place = (cost_at[:, 1:] == 0).sum(axis=1)
     active = np.flatnonzero(~falling & (place < count))
@@ -366,7 +367,7 @@ def _mean_cosine(gram: FloatArray) -> float | None:
     pairs = [(i, j) for i in live for j in live if i < j]
     if not pairs:
         return None
-    norm = [float(total[i, i]) ** 0.5 if total[i, i] > 0.0 else 0.0 for i in range(len(total))]
+    norm = [sqrt(max(float(total[i, i]), 0.0)) for i in range(len(total))]
     mean = sum(float(total[i, j]) / norm[i] / norm[j] for i, j in pairs) / len(pairs)
     return max(-1.0, min(1.0, mean))
 

@@ -271,3 +271,13 @@ def test_plans_state_energy_and_conflict(models: Lab) -> None:
     left = sum(tensor.energy_left_out for tensor in plan.tensors)
     assert plan.fidelity_predicted == pytest.approx(1 - (left / energy) ** 0.5, abs=1e-8)
     assert all(tensor.cosine is not None and abs(tensor.cosine) < 0.4 for tensor in plan.tensors)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-200, 1e200, -1e300])
+def test_extreme_weights_still_plan(models: Lab, weight: float) -> None:
+    """Energies are products of weights: they must stay numbers that JSON can hold."""
+    asked = recipe("task_arithmetic", 3, weights=[weight, 1.0, weight])
+    plan = models.repository.plan(asked, budget=Budget("percent", 50)).plan
+    assert Plan.decode(plan.encode()) == plan
+    assert 0.0 <= plan.fidelity_predicted <= 1.0
+    assert plan.cost.expert_bytes_planned <= plan.cost.expert_bytes_full / 2
