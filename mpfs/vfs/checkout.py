@@ -20,7 +20,6 @@ from pathlib import Path, PurePosixPath
 
 from mpfs.errors import BadInputError, IntegrityError, MPFSError, NoSpaceError, UsageError
 from mpfs.formats.messages import show
-from mpfs.formats.safetensors import parse_header
 from mpfs.objects import ObjectId, SafetensorsFile, Snapshot, Tensor
 from mpfs.objects.progress import Progress
 from mpfs.store import Store
@@ -152,7 +151,7 @@ def check_out(
     tensors = {identity: reader.tensor_object(identity) for identity in snapshot.references()}
     metadata = dict(DEFAULT_METADATA)
     if shard_size is not None:
-        metadata = _metadata_of(reader)
+        metadata = {**DEFAULT_METADATA, **reader.metadata()}
     try:
         plan = plan_checkout(snapshot, tensors, target, shard_size=shard_size, metadata=metadata)
     except ValueError as error:
@@ -227,16 +226,6 @@ def _index_of(path: str) -> str:
     """The path of the index that would list a safetensors file."""
     match = _SHARD.fullmatch(path)
     return f"{match['stem'] if match else path}.safetensors.index.json"
-
-
-def _metadata_of(reader: SnapshotReader) -> dict[str, str]:
-    metadata: dict[str, str] = {}
-    for file in reader.snapshot.safetensors_files():
-        if not file.prefix:
-            raw = reader.open(file.path).read_at(0, reader.tensor_object(file.header).nbytes)
-            found = parse_header(raw, file.size, source=f"{reader.name}:{file.path}").metadata or {}
-            metadata = {**found, **metadata}
-    return {**DEFAULT_METADATA, **metadata}
 
 
 def _check_paths(paths: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpfs.vfs.checkout import CheckoutResult
     from mpfs.vfs.mount import Mount
     from mpfs.vfs.reader import SnapshotReader
+    from mpfs.vfs.weights import Weights
 
 
 class Contents:
@@ -57,13 +58,18 @@ class Contents:
         }
 
     def load(self, revision: str) -> dict[str, torch.Tensor]:
-        """All tensors of a revision, on the CPU, with memory of their own: `model.load_state_dict(repo.load("main"))`.
+        """All tensors of a revision, on the CPU, each with memory of its own: `model.load_state_dict(repo.load("main"))`."""
+        return self.open_weights(revision).load()
 
-        Tied tensors are loaded once and share their memory, as they do in a model.
+    def open_weights(self, revision: str) -> Weights:
+        """The tensors of a revision behind the interface of safetensors' `safe_open`, read when they are asked for.
+
+        with repo.open_weights("merged") as weights:
+            head = weights.get_slice("lm_head.weight")[:1000]
         """
-        reader = self.reader(revision)
-        loaded = {identity: reader.load_tensor(name) for name, identity in _first_names(reader.snapshot).items()}
-        return {name: loaded[identity] for name, identity in reader.snapshot.tensors.items()}
+        from mpfs.vfs.weights import Weights
+
+        return Weights(self.reader(revision))
 
     def tensor(self, revision: str, name: str) -> torch.Tensor:
         """One tensor of a revision, on the CPU.
@@ -148,11 +154,3 @@ class Contents:
 
         require_fuse()
         return check_mountpoint(Path(directory), self._store.path)
-
-
-def _first_names(snapshot: Snapshot) -> dict[str, str]:
-    """The ids of a snapshot's tensors, each under one of its names."""
-    names: dict[str, str] = {}
-    for name, identity in snapshot.tensors.items():
-        names.setdefault(identity, name)
-    return {name: identity for identity, name in names.items()}

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mpfs.errors import BadInputError, IntegrityError, NotFoundError
 from mpfs.formats.messages import show
+from mpfs.formats.safetensors import parse_header
 from mpfs.objects import BlockId, File, ObjectId, Snapshot, Tensor, object_id
 from mpfs.store import Store
 from mpfs.store.blocks import RAW, BlockInfo
@@ -201,19 +202,52 @@ class SnapshotReader:
             BadInputError: torch has no such dtype.
             IntegrityError: a block is missing or damaged.
         """
-        import torch
-
         tensor = self.tensor(name)
-        dtype = getattr(torch, _TORCH_DTYPES.get(tensor.dtype, ""), None)
-        if dtype is None:
-            raise BadInputError(
-                f"{self.name}: tensor {show(name)} is {tensor.dtype}, which torch cannot hold; its bytes can be read",
-                tensor=name,
-                dtype=tensor.dtype,
-            )
-        if not tensor.nbytes:
-            return torch.empty(tensor.shape, dtype=dtype)
-        return torch.from_numpy(self.read_tensor(name)).view(dtype).reshape(tensor.shape)
+        torch_dtype(tensor, name, self.name)
+        return as_torch(self.read_tensor(name), tensor.dtype, tensor.shape)
+
+    def metadata(self) -> dict[str, str]:
+        """What the headers of the model's own safetensors files (those without a prefix) say under `__metadata__`,
+        together; where they disagree, the first one.
+
+        Raises:
+            IntegrityError: a header is missing or damaged.
+        """
+        metadata: dict[str, str] = {}
+        for file in self.snapshot.safetensors_files():
+            if not file.prefix:
+                raw = self.open(file.path).read_at(0, self.tensor_object(file.header).nbytes)
+                found = parse_header(raw, file.size, source=f"{self.name}:{file.path}").metadata or {}
+                metadata = {**found, **metadata}
+        return metadata
+
+
+def torch_dtype(tensor: Tensor, name: str, revision: str) -> torch.dtype:
+    """What torch calls a tensor's dtype.
+
+    Raises:
+        BadInputError: torch has no such dtype.
+    """
+    import torch
+
+    dtype = getattr(torch, _TORCH_DTYPES.get(tensor.dtype, ""), None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInputError(
+            f"{revision}: tensor {show(name)} is {tensor.dtype}, which torch cannot hold; its bytes can be read",
+            tensor=name,
+            dtype=tensor.dtype,
+        )
+    return dtype
+
+
+def as_torch(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """A vector of raw bytes as a tensor that shares its memory."""
+    import torch
+
+    kind: torch.dtype = getattr(torch, _TORCH_DTYPES[dtype])
+    if not data.size:
+        return torch.empty(tuple(shape), dtype=kind)
+    return torch.from_numpy(data).view(kind).reshape(tuple(shape))
 
 
 def load_tensor(store: Store, snapshot: Snapshot, name: str) -> torch.Tensor:
