@@ -7,15 +7,18 @@ counted by distinct blocks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 
-from mpfs.errors import MPFSError
+from mpfs.errors import IntegrityError, MPFSError
 from mpfs.merge.compile import column_blocks
 from mpfs.merge.inputs import ModelTensor, promote
+from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn
 from mpfs.merge.numeric import to_torch, torch_dtype
 from mpfs.merge.operators import Column
 from mpfs.objects import BlockId, ObjectId, Plan, PlanTensor, Tensor
@@ -163,6 +166,54 @@ class DeltaIterator:
             base = to_torch(_joined(run, base_data), blocks.dtype, self._work)
         experts = [self._expert(index, column, base, base_data) for index in range(len(self._inputs.experts))]
         return Column(start, base, experts)
+
+    @contextmanager
+    def view(self, column: int) -> Iterator[BitsColumn]:
+        """One column as bit patterns in the work dtype (one of `BIT_TYPES`); without a copy if that is how it is stored.
+
+        The arrays rest on the store's map, and are valid inside the `with` block.
+
+        Raises:
+            IntegrityError: a block is missing or damaged.
+        """
+        start = column * self._tensor.column_elements
+        base = self._inputs.base
+        base_run: tuple[BlockId, ...] = ()
+        if base is not None:
+            self._ledger.base(column_blocks(base.tensor, column, self._tensor.column_elements, None))
+            base_run = self._run(base.tensor, column)
+        wanted = dict.fromkeys(base_run)
+        runs: list[tuple[BlockId, ...] | None] = []
+        for index, expert in enumerate(self._inputs.experts):
+            differing = self._differing(index, column)
+            if differing and column in self._selected[index]:
+                self._ledger.expert(differing)
+                runs.append(self._run(expert.tensor, column))
+                wanted.update(dict.fromkeys(block for block, _ in differing))
+            else:
+                runs.append(None if differing else ())
+        try:
+            with self._reader.view(list(wanted), self._tensor.name) as payloads:
+                data = dict(zip(wanted, payloads, strict=True))
+                values = None if base is None else self._bits(base_run, data, base.tensor.dtype)
+                experts = [
+                    # No blocks of its own: it is the base here.
+                    None if run is None else self._bits(run, data, expert.tensor.dtype) if run else values
+                    for expert, run in zip(self._inputs.experts, runs, strict=True)
+                ]
+                numel = min(self._tensor.column_elements, self._tensor.numel - start)
+                yield BitsColumn(start, numel, values, experts)
+        except IntegrityError:
+            self.read(column)  # says whose block it is
+            raise
+
+    def _bits(self, run: tuple[BlockId, ...], data: Mapping[BlockId, memoryview], dtype: str) -> Bits:
+        work = work_dtype(self._plan, self._inputs)
+        buffer = data[run[0]] if len(run) == 1 else bytearray().join(data[block] for block in run)
+        if dtype == work:
+            return np.frombuffer(buffer, BIT_TYPES[work])
+        converted = to_torch(bytearray(buffer), dtype, self._work)
+        return converted.view(torch.uint8).numpy().view(BIT_TYPES[work])
 
     def _expert(
         self, index: int, column: int, base: torch.Tensor | None, base_data: dict[BlockId, bytes]

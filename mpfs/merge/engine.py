@@ -1,24 +1,34 @@
 """Running a plan: stream columns, merge them, stage the results; what is not touched is only referenced.
 
 Worker threads read, verify, merge, hash and take statistics, one column each; the calling thread stages results in
-order, and the writer's thread syncs. Memory is bounded by the number of columns in flight.
+order, and the writer's thread syncs. Meanwhile a few more threads prepare the tensors that come next, on the same
+workers. Memory is bounded by the number of columns in flight.
+
+Columns are merged by kernels, as they lie in the store's map, or by torch where there are none: the result is the same.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import sqrt
 
+import numpy as np
 import torch
 
 from mpfs.errors import MPFSError
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks, torch_work_dtype
+from mpfs.merge.kernels.backend import Kernels, kernels
+from mpfs.merge.kernels.stored import StoredColumns
 from mpfs.merge.numeric import to_bytes
 from mpfs.merge.operators import LeftOut, Operator, Parameters, Prepared, TensorContext, get_operator
+from mpfs.merge.operators.base import FastPath
+from mpfs.merge.operators.fast import STORED
 from mpfs.objects import BlockId, Plan, PlanTensor, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.objects.encoding import Json, decode, encode
@@ -31,6 +41,9 @@ from mpfs.store import StagedBlock, Store, Writer, reuse_key
 DEFAULT_MEMORY = 1 << 30
 _FIXED_MEMORY = 512 << 20
 """Of the memory bound, what the interpreter, torch and the writer's batches take."""
+
+_AHEAD = 2
+"""Tensors that are prepared while an other one is merged."""
 
 _COPIES = 4
 """Copies of a column's inputs that are alive at once: as stored, in the work dtype, sparsified, weighted."""
@@ -60,6 +73,7 @@ class _Job:
     blocks: list[BlockId]
     remaining: int
     description: Json
+    fast: FastPath | None
     prepared: Prepared = field(default_factory=dict)
 
     def span(self, column: int, block_size: int) -> tuple[int, int]:
@@ -94,6 +108,7 @@ def execute(
     reuse: bool = True,
     threads: int | None = None,
     memory: int = DEFAULT_MEMORY,
+    fast: bool = True,
     progress: Progress | None = None,
 ) -> Outcome:
     """Run a plan.
@@ -105,6 +120,7 @@ def execute(
         reuse: look results up before computing them.
         threads: worker threads; default: the number of CPUs.
         memory: bound of anonymous memory, in bytes; fewer columns are in flight if it is small.
+        fast: use the kernels, if there are any.
         progress: told the bytes of output done, of all.
 
     Raises:
@@ -115,7 +131,9 @@ def execute(
     allowed: set[BlockId] = set()
     for tensor in plan.tensors:
         allowed |= planned_blocks(tensor, inputs[tensor.name])
-    run = _Execution(plan, store, writer, inputs, ReadLedger(allowed), reuse, threads or os.cpu_count() or 1, memory)
+    count = threads or os.cpu_count() or 1
+    found = kernels() if fast else None
+    run = _Execution(plan, store, writer, inputs, ReadLedger(allowed), reuse, count, memory, found)
     return run.run(progress)
 
 
@@ -132,6 +150,7 @@ class _Execution:
         reuse: bool,
         threads: int,
         memory: int,
+        kernels: Kernels | None,
     ) -> None:
         self.plan = plan
         self.store = store
@@ -141,6 +160,8 @@ class _Execution:
         self.reuse = reuse
         self.threads = threads
         self.memory = memory
+        self.kernels = kernels
+        self.stopping = threading.Event()
         self.operator = get_operator(plan.method)
         self.outcome = Outcome()
 
@@ -158,11 +179,7 @@ class _Execution:
 
         with _one_thread_per_operation(self.threads) as executor:
             try:
-                for tensor in self.plan.tensors:
-                    if tensor.action == "keep":
-                        self._keep(tensor)
-                        continue
-                    job = self._job(tensor)
+                for job in self._jobs(executor):
                     window = self._window(job)
                     for columns in job.columns.batches():
                         known = [self._look_up(job, column) for column in columns]
@@ -175,6 +192,7 @@ class _Execution:
                 while queue:
                     finish_one()
             finally:
+                self.stopping.set()
                 for item in queue:
                     item.result.cancel()
         # Tensors are finished in any order; the output has the plan's.
@@ -183,10 +201,44 @@ class _Execution:
         self.outcome.base_bytes_read = self.ledger.base_bytes
         return self.outcome
 
+    def _jobs(self, executor: ThreadPoolExecutor) -> Iterator[_Job]:
+        """The tensors to compute, prepared; those to keep are dealt with on the way."""
+        wanted = [tensor for tensor in self.plan.tensors if tensor.action != "keep"]
+        for tensor in self.plan.tensors:
+            if tensor.action == "keep":
+                self._keep(tensor)
+        coming: deque[Future[_Job]] = deque()
+        with ThreadPoolExecutor(
+            _AHEAD, thread_name_prefix="mpfs-prepare", initializer=torch.set_num_threads, initargs=(1,)
+        ) as preparers:
+            try:
+                for tensor in wanted[:_AHEAD]:
+                    coming.append(preparers.submit(self._job, tensor, executor))
+                for index in range(len(wanted)):
+                    if index + _AHEAD < len(wanted):
+                        coming.append(preparers.submit(self._job, wanted[index + _AHEAD], executor))
+                    job = coming.popleft().result()
+                    if job.remaining:
+                        yield job
+                    else:
+                        self._finish_tensor(job)
+            finally:
+                self.stopping.set()
+                for future in coming:
+                    future.cancel()
+
     def _window(self, job: _Job) -> int:
-        """How many columns may be in flight: each holds its inputs in the work dtype, and operators' temporaries."""
-        work = torch.empty((), dtype=job.context.dtype).element_size()
-        column = (len(job.tensor.experts) + 2) * _COPIES * max(1, job.tensor.column_elements) * work
+        """How many columns may be in flight: each holds its inputs in the work dtype, and operators' temporaries.
+
+        Kernels take what lies in the map as it is, and make the result only, which is copied once.
+        """
+        work = job.context.dtype.itemsize
+        inputs = self.inputs[job.tensor.name]
+        dtypes = {item.tensor.dtype for item in (inputs.base, *inputs.experts) if item is not None}
+        copies = (len(job.tensor.experts) + 2) * _COPIES
+        if job.fast is not None:
+            copies = 3 if dtypes == {STORED[job.context.dtype]} else len(job.tensor.experts) + 5
+        column = copies * max(1, job.tensor.column_elements) * work
         return max(1, min(8 * self.threads, (self.memory - _FIXED_MEMORY) // column))
 
     def _keep(self, tensor: PlanTensor) -> None:
@@ -196,7 +248,8 @@ class _Execution:
         self.outcome.tensors[tensor.name] = base.tensor
         self.outcome.blocks_kept += len(base.tensor.blocks)
 
-    def _job(self, tensor: PlanTensor) -> _Job:
+    def _job(self, tensor: PlanTensor, executor: ThreadPoolExecutor) -> _Job:
+        """On a thread of its own: get a tensor ready."""
         inputs = self.inputs[tensor.name]
         work = torch_work_dtype(self.plan, inputs)
         context = TensorContext(
@@ -215,14 +268,13 @@ class _Execution:
             blocks = list(inputs.base.tensor.blocks)
         count = len(tensor.columns)
         description = self._description(tensor, inputs, context)
-        job = _Job(tensor, self.operator, context, parameters, columns, blocks, count, description)
-        job.prepared = self._prepare(job)
+        fast = None if self.kernels is None else self.operator.fast(context, parameters, self.kernels)
+        job = _Job(tensor, self.operator, context, parameters, columns, blocks, count, description, fast)
+        job.prepared = self._prepare(job, executor)
         job.description = {**description, "prepared": dict(job.prepared)}
-        if not count:
-            self._finish_tensor(job)
         return job
 
-    def _prepare(self, job: _Job) -> Prepared:
+    def _prepare(self, job: _Job, executor: ThreadPoolExecutor) -> Prepared:
         if type(job.operator).prepare is Operator.prepare:
             return {}
         description = {
@@ -234,7 +286,10 @@ class _Execution:
         known = self.store.reuse.value(key) if self.reuse else None
         if known is not None:
             return dict(decode(known, "prepared")["values"])
-        prepared = job.operator.prepare(job.context, job.parameters, lambda: iter(job.columns))
+        if job.fast is not None:
+            prepared = job.fast.prepare(StoredColumns(job.columns, executor, 2 * self.threads, self.stopping))
+        else:
+            prepared = job.operator.prepare(job.context, job.parameters, lambda: iter(job.columns))
         self.writer.put_reuse(key, encode({"kind": "prepared", "values": dict(prepared)}))
         return prepared
 
@@ -272,18 +327,27 @@ class _Execution:
         """On a worker thread: compute a column's result, unless it is known."""
         if known.reused is not None:
             return known
-        start = column * job.tensor.column_elements
-        inputs = job.columns.read(column)
-        merged = job.operator.apply(job.context, job.parameters, job.prepared, inputs)
-        data = to_bytes(merged, job.tensor.dtype)
+        data = self._merged(job, column)
         size = self.plan.block_size
-        first = start
+        first = column * job.tensor.column_elements
         per_block = size // itemsize(job.tensor.dtype)
         staged = []
         for offset in range(0, len(data), size):
             staged.append(stage_block(data[offset : offset + size], job.tensor.dtype, first))
             first += per_block
         return _Result(known.key, None, tuple(staged))
+
+    def _merged(self, job: _Job, column: int) -> bytes:
+        """The bytes of a merged column."""
+        if job.fast is None:
+            inputs = job.columns.read(column)
+            merged = job.operator.apply(job.context, job.parameters, job.prepared, inputs)
+            return to_bytes(merged, job.tensor.dtype)
+        with job.columns.view(column) as bits:
+            result = job.fast.apply(job.prepared, bits)
+        if job.tensor.dtype == STORED[job.context.dtype]:
+            return result.tobytes()
+        return to_bytes(torch.from_numpy(result.view(np.uint8)).view(job.context.dtype), job.tensor.dtype)
 
     def _finish(self, job: _Job, column: int, result: _Result) -> int:
         """On the calling thread: stage a column's result; the bytes of output that this makes."""
@@ -358,7 +422,7 @@ def left_out(store: Store, tensor: PlanTensor, inputs: PlanInputs) -> tuple[tupl
         runs = []
         for column in columns:
             numel = min(tensor.column_elements, tensor.numel - column * tensor.column_elements)
-            runs.append(LeftOut(numel, float((max(energy[column], 0.0) / numel) ** 0.5)))
+            runs.append(LeftOut(numel, sqrt(max(float(energy[column]), 0.0) / numel)))
         result.append(tuple(runs))
     return tuple(result)
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpfs.merge.kernels.columns import Bits, BitsColumn
 from mpfs.merge.operators import LeftOut
 
 WEIGHTS = [1.0, 0.7, 0.3, 0.11, 1.9, 0.45, -0.6, 3.0] + [0.2] * 9 + [0.35] * 16
@@ -89,7 +90,7 @@ def test_experts_that_are_the_base(method: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("method", cases.METHODS)
 def test_columns_at_odd_addresses(method: str, dtype: torch.dtype) -> None:
-    def moved(bits: cases.Bits) -> cases.Bits:
+    def moved(bits: Bits) -> Bits:
         buffer = bytearray(bits.nbytes + 1)
         buffer[1:] = bits.tobytes()
         return np.frombuffer(memoryview(buffer).toreadonly(), bits.dtype, offset=1)
@@ -111,6 +112,6 @@ def test_no_experts(method: str) -> None:
     base = cases.patterns(70, torch.bfloat16, 5, "special")
     path_values = cases.parameters([], [])
     columns = cases.Columns(base, [base], [])
-    column = cases.BitsColumn(0, 70, columns.columns[0].base, [])
+    column = BitsColumn(0, 70, columns.columns[0].base, [])
     columns.columns = [column]
     cases.check(method, cases.context(70, 0, torch.bfloat16), path_values, columns)

@@ -403,6 +403,8 @@ def histogram(
     tally = np.zeros((2, counts.shape[1] + 1), np.uint32)
     first, second = tally[0], tally[1]
     nowhere = np.uint32(counts.shape[1])
+    # A pattern of a 16-bit type is its own digit.
+    everything = shift == 0 and bits == 8 * like.itemsize - 1
     for e in range(experts.size):
         if experts[e] == np.uint64(0):
             continue
@@ -411,10 +413,11 @@ def histogram(
         for low in range(0, size, TILE):
             n = min(TILE, size - low)
             _sizes(expert[low : low + n], base[low : low + n], sizes, like)
-            for j in range(n):
-                digits = np.uint32(sizes[j] >> np.uint32(shift))
-                inside = np.uint32(digits >> np.uint32(bits)) == prefix
-                sizes[j] = np.uint32(digits & mask) if inside else nowhere
+            if not everything:
+                for j in range(n):
+                    digits = np.uint32(sizes[j] >> np.uint32(shift))
+                    inside = np.uint32(digits >> np.uint32(bits)) == prefix
+                    sizes[j] = np.uint32(digits & mask) if inside else nowhere
             for j in range(0, n - 1, 2):
                 first[sizes[j]] += np.uint32(1)
                 second[sizes[j + 1]] += np.uint32(1)

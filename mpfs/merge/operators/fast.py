@@ -133,50 +133,82 @@ class TaskVectorPath:
         return values.view(BIT_TYPES[STORED[context.dtype]])
 
 
-class KernelCounts:
-    """How often magnitudes occur in a tensor's deltas (`mpfs.merge.operators.magnitude.Counts`), by kernels."""
+_REMEMBERED = 16 << 20
+"""The most bytes of counts that are kept apart for the sake of the cut-offs, for each tensor."""
 
-    def __init__(self, kernels: Kernels, context: TensorContext, columns: BitsColumns) -> None:
+
+class KernelCounts:
+    """How often magnitudes occur in a tensor's deltas (`mpfs.merge.operators.magnitude.Counts`), by kernels.
+
+    The counts of the last pass are also kept for groups of columns, as small as memory allows, so that a cut-off is
+    looked for in the one group where it lies.
+    """
+
+    def __init__(
+        self, kernels: Kernels, context: TensorContext, columns: BitsColumns, *, remembered: int = _REMEMBERED
+    ) -> None:
         self._kernels = kernels
         self._dtype = STORED[context.dtype]
         self._columns = columns
+        self._remembered = remembered
+        self._experts: list[int] = []
+        self._groups: list[tuple[list[int], NDArray[np.int64]]] = []
 
     def histograms(self, shift: int, bits: int, prefixes: Mapping[int, int]) -> dict[int, NDArray[np.int64]]:
         """See `Counts`."""
         chosen = dict(prefixes)
+        self._experts, self._groups = list(chosen), []
+        columns, most = 1, max(2, self._remembered // (8 * len(chosen) << bits))
+        for number, counts in self._columns.map(
+            lambda column: self._kernels.histogram(self._dtype, column, shift, bits, chosen)
+        ):
+            if self._groups and len(self._groups[-1][0]) < columns:
+                self._groups[-1][0].append(number)
+                np.add(self._groups[-1][1], counts, out=self._groups[-1][1])
+                continue
+            if len(self._groups) >= most:
+                columns *= 2
+                self._groups = [_together(self._groups[i : i + 2]) for i in range(0, most, 2)]
+            self._groups.append(([number], counts))
         total = np.zeros((len(chosen), 1 << bits), np.int64)
-        for _, counts in self._columns.map(lambda c: self._kernels.histogram(self._dtype, c, shift, bits, chosen)):
+        for _, counts in self._groups:
             total += counts
         return dict(zip(chosen, total, strict=True))
 
     def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-        """See `Counts`: by counting how many there are in each column, and then looking into the one where it ends."""
-        remaining = {i: number for i, (_, number) in wanted.items()}
-        last: dict[int, int] = {}
-        counts = self._columns.map(
-            lambda column: {
-                i: self._kernels.find_equal(self._dtype, column, i, pattern)[0] for i, (pattern, _) in wanted.items()
-            }
+        """See `Counts`."""
+        return {i: self._cutoff(i, pattern, number) for i, (pattern, number) in wanted.items()}
+
+    def _cutoff(self, expert: int, pattern: int, wanted: int) -> int:
+        place = self._experts.index(expert)
+        for numbers, counts in self._groups:
+            here = int(counts[place, pattern % counts.shape[1]])
+            if here >= wanted:
+                return self._cutoff_in(numbers, expert, pattern, wanted)
+            wanted -= here
+        raise ValueError("there are fewer elements than are wanted")
+
+    def _cutoff_in(self, numbers: Sequence[int], expert: int, pattern: int, wanted: int) -> int:
+        last = numbers[0]
+        if len(numbers) > 1:
+            for number, (count, _) in self._columns.map(
+                lambda column: self._kernels.find_equal(self._dtype, column, expert, pattern), frozenset(numbers)
+            ):
+                last = number
+                if count >= wanted:
+                    break
+                wanted -= count
+        ((_, (start, place)),) = self._columns.map(
+            lambda column: (column.start, self._kernels.find_equal(self._dtype, column, expert, pattern, wanted)[1]),
+            {last},
         )
-        for number, found in counts:
-            for i, count in found.items():
-                if i not in last:
-                    if count >= remaining[i]:
-                        last[i] = number
-                    else:
-                        remaining[i] -= count
-        cutoffs: dict[int, int] = {}
+        return start + place
 
-        def place(i: int) -> Callable[[BitsColumn], int]:
-            pattern = wanted[i][0]
-            return lambda column: (
-                column.start + self._kernels.find_equal(self._dtype, column, i, pattern, remaining[i])[1]
-            )
 
-        for i, number in last.items():
-            for _, cutoff in self._columns.map(place(i), {number}):
-                cutoffs[i] = cutoff
-        return cutoffs
+def _together(groups: Sequence[tuple[list[int], NDArray[np.int64]]]) -> tuple[list[int], NDArray[np.int64]]:
+    """Neighbouring groups of columns as one."""
+    numbers = [number for group, _ in groups for number in group]
+    return numbers, np.sum([counts for _, counts in groups], axis=0)
 
 
 def drawn_norms(
