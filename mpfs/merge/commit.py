@@ -6,7 +6,7 @@ import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpfs.errors import IntegrityError, UsageError
+from mpfs.merge.check import check_models, check_plan
 from mpfs.merge.compile import compile_plan
 from mpfs.merge.engine import Outcome, execute
 from mpfs.merge.fidelity import measure_fidelity
@@ -68,20 +68,10 @@ def make_plan(
     )
 
 
-def check_plan(store: Store, plan: Plan) -> None:
-    """A plan from elsewhere must fit this repository.
-
-    Raises:
-        UsageError: it was made for another block size.
-        NotFoundError: one of its models is not here.
-        IntegrityError: one of its models is not what it was.
-    """
-    size = store.info.block_size
-    if plan.block_size != size:
-        raise UsageError(f"the plan was made for blocks of {plan.block_size:,} bytes, this repository has {size:,}")
-    for model in plan.models:
-        if store.objects.get(Commit, model.commit).snapshot != model.snapshot:
-            raise IntegrityError(f"the plan's model {model.name} is not what commit {model.commit[:12]} holds")
+def check_foreign_plan(store: Store, plan: Plan) -> None:
+    """A plan from elsewhere must fit this repository and itself; raises what `mpfs.merge.check` raises."""
+    check_models(store, plan)
+    check_plan(plan, [load_model(store, model.name, model.commit) for model in plan.models])
 
 
 def run_plan(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mpfs.formats import safetensors
 from mpfs.objects import BlobFile, File, ObjectId, SafetensorsFile, Snapshot, Tensor, object_id
+from mpfs.objects.dtypes import MERGEABLE
 from mpfs.stats.staging import stage_bytes
 from mpfs.store import BlockReader, ObjectReader, Writer
 from mpfs.vfs.layout import DEFAULT_METADATA, INDEX_PATH, SynthesisedFile, synthesise_files
@@ -39,7 +40,8 @@ def assemble(
     Args:
         template: the snapshot whose side files are taken over, and whose sub-directories' weights keep their files.
         merged: the output tensors by name in the snapshot, in order.
-        out_dtype: the dtype that the recipe asked for, None if it did not; config.json is made to agree.
+        out_dtype: the dtype that the recipe asked for, None if it did not. config.json is made to agree with it, or with
+            the tensors.
         objects, blocks: for reading the template's side files.
         writer: takes the blocks of new files.
         block_size: the repository's, in bytes.
@@ -77,9 +79,10 @@ def assemble(
         if not isinstance(side, BlobFile) or side.path in taken or _is_root_index(side.path):
             continue
         content = objects.get(Tensor, side.content)
-        if side.path == _CONFIG and out_dtype is not None:
+        dtype = out_dtype or _common_dtype(merged)
+        if side.path == _CONFIG and dtype is not None:
             old = b"".join(blocks.read(block, side.path) for block in content.blocks)
-            new = config_with_dtype(old, out_dtype)
+            new = config_with_dtype(old, dtype, add=out_dtype is not None)
             if new != old:
                 files.append(BlobFile(side.path, len(new), store(new)))
                 continue
@@ -88,10 +91,11 @@ def assemble(
     return Assembled(Snapshot(tuple(sorted(files, key=lambda file: file.path))), tuple(needed))
 
 
-def config_with_dtype(config: bytes, dtype: str) -> bytes:
-    """A config.json whose dtype field says `dtype`; anything that is no JSON object comes back as it is.
+def config_with_dtype(config: bytes, dtype: str, *, add: bool = True) -> bytes:
+    """A config.json whose dtype field says `dtype`; byte for byte the same if it does already, or is no JSON object.
 
-    transformers before 5 calls the field torch_dtype, later ones dtype: whichever is there is set.
+    transformers before 5 calls the field torch_dtype, later ones dtype: whichever is there is set. `add` says whether
+    one that is not there is added.
     """
     try:
         value = json.loads(config)
@@ -99,10 +103,18 @@ def config_with_dtype(config: bytes, dtype: str) -> bytes:
         return config
     if not isinstance(value, dict):
         return config
-    names = [name for name in ("dtype", "torch_dtype") if name in value] or ["torch_dtype"]
+    names = [name for name in ("dtype", "torch_dtype") if name in value] or ["torch_dtype"] * add
+    if all(value.get(name) == _CONFIG_NAMES[dtype] for name in names):
+        return config
     for name in names:
         value[name] = _CONFIG_NAMES[dtype]
     return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _common_dtype(merged: Mapping[str, Tensor]) -> str | None:
+    """The one dtype of all floating-point tensors, if there is one: a promotion has to show in config.json, too."""
+    dtypes = {tensor.dtype for tensor in merged.values() if tensor.dtype in MERGEABLE}
+    return next(iter(dtypes)) if len(dtypes) == 1 else None
 
 
 def _is_root_index(path: str) -> bool:

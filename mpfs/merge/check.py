@@ -1,0 +1,137 @@
+"""Checking a plan that comes from elsewhere: a file that somebody may have edited, made for another repository.
+
+A plan that this repository made passes. One that passes names only tensors of its own models, reads only columns that
+exist, and keeps its budget, so the engine can run it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RecipeError, UsageError
+from mpfs.merge.compile import column_blocks
+from mpfs.merge.inputs import Model, ModelTensor
+from mpfs.merge.operators import Operator, Parameters, get_operator
+from mpfs.objects import BlockId, Commit, Plan, PlanTensor, Selection
+from mpfs.objects.dtypes import MERGEABLE, itemsize
+from mpfs.store import Store
+
+
+def check_models(store: Store, plan: Plan) -> None:
+    """The plan's commits must be in this repository, and hold what they did.
+
+    Raises:
+        UsageError: the plan was made for another block size.
+        NotFoundError: one of its models is not here.
+        IntegrityError: one of its models is not what it was.
+    """
+    size = store.info.block_size
+    if plan.block_size != size:
+        raise UsageError(f"the plan was made for blocks of {plan.block_size:,} bytes, this repository has {size:,}")
+    for model in plan.models:
+        try:
+            commit = store.objects.get(Commit, model.commit)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"the plan's model {model.name} is not here: {error.message}", id=model.commit
+            ) from error
+        if commit.snapshot != model.snapshot:
+            raise IntegrityError(f"the plan's model {model.name} is not what commit {model.commit[:12]} holds")
+
+
+def check_plan(plan: Plan, models: Sequence[Model]) -> None:
+    """A plan must fit its models: pure.
+
+    Args:
+        plan: what to check.
+        models: the plan's, in its order.
+
+    Raises:
+        BadInputError: it does not; the message says where.
+        RecipeError: its parameters are not the method's.
+    """
+    try:
+        operator = get_operator(plan.method)
+    except NotFoundError as error:
+        raise BadInputError(f"plan: {error.message}") from error
+    indices = [plan.template, *([] if plan.base is None else [plan.base])]
+    if not models or any(not 0 <= index < len(models) for index in indices):
+        raise BadInputError("plan: its base or template is not one of its models")
+    names = [tensor.name for tensor in plan.tensors]
+    if len(set(names)) != len(names):
+        raise BadInputError("plan: two of its tensors have the same name")
+    sizes: dict[BlockId, int] = {}
+    for tensor in plan.tensors:
+        sizes.update(_check_tensor(plan, tensor, models, operator))
+    total = sum(sizes.values())
+    if plan.budget.kind == "bytes" and total > plan.budget.value:
+        raise BadInputError(
+            f"plan: it reads {total:,} bytes of the experts, more than its own budget of {int(plan.budget.value):,}"
+        )
+
+
+def _check_tensor(plan: Plan, tensor: PlanTensor, models: Sequence[Model], operator: Operator) -> dict[BlockId, int]:
+    """The expert blocks that a planned tensor reads, with their sizes."""
+
+    def fail(problem: str) -> BadInputError:
+        return BadInputError(f"plan: tensor {tensor.name}: {problem}", tensor=tensor.name)
+
+    def found(identity: str, among: Sequence[Model]) -> ModelTensor:
+        for model in among:
+            item = model.tensors.get(tensor.name)
+            if item is not None and item.identity == identity:
+                if item.tensor.shape != tensor.shape:
+                    raise fail(f"its shape is {list(item.tensor.shape)}, not {list(tensor.shape)}")
+                return item
+        raise fail(f"{identity[:12]} is not a tensor of this name in the plan's models")
+
+    if tensor.action == "keep":
+        if tensor.base is None:
+            raise fail("it is kept, but nothing is named to keep")
+        if found(tensor.base, models).tensor.dtype != tensor.dtype:
+            raise fail("it is kept, but with another dtype")
+        return {}
+    if tensor.action != "compute" or tensor.dtype not in MERGEABLE or not tensor.experts:
+        raise fail("it cannot be computed like this")
+    base = None
+    if tensor.base is not None:
+        base = found(tensor.base, [] if plan.base is None else [models[plan.base]])
+    if any(not 0 <= model < len(models) for model, _ in tensor.experts):
+        raise fail("an expert is not one of the plan's models")
+    experts = [found(identity, [models[model]]) for model, identity in tensor.experts]
+    dtypes = {item.tensor.dtype for item in (*experts, *([] if base is None else [base]))}
+    if not dtypes <= MERGEABLE:
+        raise fail(f"{', '.join(sorted(dtypes))} cannot be merged")
+    narrowest = min(itemsize(dtype) for dtype in (*dtypes, tensor.dtype))
+    if tensor.column_elements != plan.block_size // narrowest:
+        raise fail(f"its columns have {tensor.column_elements} elements, not {plan.block_size // narrowest}")
+    if not len(experts) == len(tensor.selections) == len(tensor.parameters):
+        raise fail("its experts, columns and parameters do not go together")
+    for selection in (tensor.columns, *tensor.selections):
+        if not _is_sound(selection, tensor.column_count):
+            raise fail(f"its columns are not within its {tensor.column_count}")
+    everything = Selection(((0, tensor.column_count),)) if tensor.column_count else Selection(())
+    if (base is None or base.tensor.dtype != tensor.dtype) and tensor.columns != everything:
+        raise fail("columns are to be kept that there is nothing to keep of")
+    problems = operator.validate(Parameters(tensor.shared, tensor.parameters))
+    if problems:
+        raise RecipeError(
+            f"plan: tensor {tensor.name}: {'; '.join(problems)}",
+            problems=[{"path": tensor.name, "message": problem} for problem in problems],
+        )
+    return {
+        block: size
+        for expert, selection in zip(experts, tensor.selections, strict=True)
+        for column in selection.columns()
+        for block, size in column_blocks(expert.tensor, column, tensor.column_elements, base)
+    }
+
+
+def _is_sound(selection: Selection, count: int) -> bool:
+    """Whether ranges are sorted, apart, not empty, and within the columns."""
+    end = -1
+    for start, stop in selection.ranges:
+        if not (isinstance(start, int) and isinstance(stop, int) and end < start < stop <= count):
+            return False
+        end = stop
+    return True
