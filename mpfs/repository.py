@@ -261,11 +261,11 @@ class Repository(Contents, AbstractContextManager["Repository"]):
             IntegrityError: an input block is damaged.
             NoSpaceError: the disk or the map is full; nothing is published.
         """
-        from mpfs.merge.commit import MergeOptions, check_plan, run_plan
+        from mpfs.merge.commit import MergeOptions, check_foreign_plan, run_plan
 
         if isinstance(recipe, Plan):
             plan = recipe
-            check_plan(self._store, plan)
+            check_foreign_plan(self._store, plan)
         else:
             plan = self.plan(recipe, budget=budget, policy=policy, seed=seed, on_mismatch=on_mismatch, save=False).plan
         options = MergeOptions(reuse, verify_fidelity, memory, threads, progress)
