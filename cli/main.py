@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -187,7 +189,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The console script."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
     sys.exit(run(sys.argv[1:]))
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C: clean up and end. A second one ends the process at once, which the store survives like any crash."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
