@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,12 +23,37 @@ ForceOption = Annotated[
     bool, flag("--force", help="Replace the directory, with all that is in it, if it is not empty.")
 ]
 
+IncludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="PATTERN",
+        help="Only tensors whose name matches, such as '*.mlp.*'; may be given several times.",
+        show_default=False,
+    ),
+]
+WeightsOnlyOption = Annotated[
+    bool, flag("--weights-only", help="Only the safetensors files and their indexes, no configs or tokenizers.")
+]
+UpdateOption = Annotated[
+    bool,
+    flag("--update", help="DIR is an earlier checkout: write only the files that are not what they should be."),
+]
+
 
 def checkout(
     ctx: typer.Context,
     revision: Annotated[str, typer.Argument(metavar="REF", help="A branch, a tag or a commit.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; must not exist, or be empty.")],
+    directory: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|URL", help="Where to write; must not exist, or be empty. Or a URL such as s3://bucket/prefix."
+        ),
+    ],
     shard_size: ShardSizeOption = None,
+    include: IncludeOption = None,
+    weights_only: WeightsOnlyOption = False,
+    update: UpdateOption = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,12 +63,23 @@ def checkout(
 
         mpfs checkout merged ./out
         mpfs checkout v1.0 ./out --shard-size 5GB
+        mpfs checkout merged ./out --update
+        mpfs checkout merged s3://bucket/merged --weights-only
     """
     session = Session.of(ctx)
     out = session.output(as_json)
     with session.open() as repository, out.progress(f"check out {revision}", "bytes") as progress:
         commit = repository.resolve(revision)
-        result = repository.checkout(commit, directory, shard_size=shard_size, force=force, progress=progress)
+        result = repository.checkout(
+            commit,
+            directory,
+            shard_size=shard_size,
+            include=include or None,
+            weights_only=weights_only,
+            force=force,
+            update=update,
+            progress=progress,
+        )
     if as_json:
         out.document({"commit": commit, **result.as_json()})
     elif session.quiet:
@@ -52,4 +87,6 @@ def checkout(
     else:
         files = format_count(len(result.files), "file")
         out.line(str(result.target))
-        out.line(f"  {files}, {format_size(result.bytes)}, {format_seconds(result.seconds)}")
+        written = f"{format_size(result.bytes)} written" if update else format_size(result.bytes)
+        kept = f" ({len(result.unchanged):,} unchanged)" if update else ""
+        out.line(f"  {files}{kept}, {written}, {format_seconds(result.seconds)}")

@@ -4,12 +4,9 @@
 """
 
 from mpfs.vfs.checkout import (
-    CheckoutPlan,
     CheckoutResult,
-    PlannedFile,
     check_out,
     execute,
-    plan_checkout,
 )
 from mpfs.vfs.layout import (
     DEFAULT_SHARD_SIZE,
@@ -21,6 +18,7 @@ from mpfs.vfs.layout import (
     shard,
     synthesise_files,
 )
+from mpfs.vfs.plan import CheckoutPlan, PlannedFile, Variant, plan_checkout, plan_files
 from mpfs.vfs.reader import FileReader, SnapshotReader, load_tensor
 
 __all__ = [
@@ -35,10 +33,12 @@ __all__ = [
     "SnapshotReader",
     "Synthesis",
     "SynthesisedFile",
+    "Variant",
     "check_out",
     "execute",
     "load_tensor",
     "plan_checkout",
+    "plan_files",
     "shard",
     "synthesise_files",
 ]

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
+import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from mpfs.errors import BadInputError, IntegrityError, MPFSError, NoSpaceError, UsageError
+from mpfs.errors import BadInputError, MPFSError, NoSpaceError, UsageError
 from mpfs.formats.messages import show
-from mpfs.objects import ObjectId, SafetensorsFile, Snapshot, Tensor
+from mpfs.objects import Snapshot, block_id, object_id
 from mpfs.objects.progress import Progress
 from mpfs.store import Store
 from mpfs.store.filesystem import require_free_space
-from mpfs.vfs.layout import DEFAULT_METADATA, INDEX_PATH, FileLayout, ranges, synthesise_files
-from mpfs.vfs.reader import FileReader, SnapshotReader
+from mpfs.vfs.layout import ranges
+from mpfs.vfs.plan import CheckoutPlan, PlannedFile, Variant, plan_from
+from mpfs.vfs.reader import FileReader
 from mpfs.vfs.target import building, check_target, existing_parent, replace, resolve_target, sync_directory
 
 WORKERS = 2
@@ -33,99 +34,30 @@ TASK_BYTES = 256 << 20
 """Bytes that one thread writes and syncs in one go: bounds what is dirty, and shares a single large file out."""
 
 _PAGE = 4096
-_SHARD = re.compile(r"(?P<stem>.*?)(-\d+-of-\d+)?\.safetensors", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """A file to write: literal bytes, then blocks. `head` is empty for a file that is in the snapshot as it is."""
-
-    path: str
-    head: bytes
-    body: FileLayout | None
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return len(self.head) + (0 if self.body is None else self.body.size)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckoutPlan:
-    """What a checkout will write. `files` are sorted by path, their paths relative to the target."""
-
-    target: Path
-    files: tuple[PlannedFile, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all files together."""
-        return sum(file.size for file in self.files)
-
-    def as_json(self) -> dict[str, object]:
-        """The JSON form; sizes in bytes."""
-        return {
-            "target": str(self.target),
-            "files": [{"path": file.path, "size": file.size} for file in self.files],
-            "bytes": self.total_bytes,
-        }
+_COMPARE_BUFFER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CheckoutResult:
-    """What a checkout has written. `seconds` is wall time, syncing included."""
+    """What a checkout has written. `target` is a directory or a URL; `bytes` were written, which is less than the sizes
+    of `files` where some were there, `unchanged`, already. `seconds` is wall time, syncing included.
+    """
 
-    target: Path
+    target: Path | str
     files: tuple[str, ...]
     bytes: int
     seconds: float
+    unchanged: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """The JSON form."""
-        return {"target": str(self.target), "files": list(self.files), "bytes": self.bytes, "seconds": self.seconds}
-
-
-def plan_checkout(
-    snapshot: Snapshot,
-    tensors: Mapping[ObjectId, Tensor],
-    target: Path,
-    *,
-    shard_size: int | None = None,
-    metadata: Mapping[str, str] = DEFAULT_METADATA,
-) -> CheckoutPlan:
-    """Plan the files of a checkout. Pure: neither the store nor the disk is looked at.
-
-    Args:
-        snapshot: what to write.
-        tensors: at least those that the snapshot refers to.
-        target: the directory to write.
-        shard_size: None writes the files exactly as the snapshot has them; a number of bytes cuts the model's own
-            tensors (those of files with the prefix "") into new files of about that size, with a new index. Other
-            files, and tensors under a prefix, stay as they are.
-        metadata: what the headers of newly cut files say under `__metadata__`.
-
-    Raises:
-        UsageError: the shard size is not positive.
-        BadInputError: paths that cannot be together in a directory.
-        FormatError: tensors that no safetensors file can hold.
-        KeyError, ValueError: `tensors` does not fit the snapshot.
-    """
-    if shard_size is not None and shard_size <= 0:
-        raise UsageError(f"a shard size of {shard_size:,} bytes: it must be positive")
-    recut: list[SafetensorsFile] = []
-    if shard_size is not None:
-        recut = [file for file in snapshot.safetensors_files() if not file.prefix]
-    gone = {file.path for file in recut} | {_index_of(file.path) for file in recut}
-    files = [
-        PlannedFile(file.path, b"", FileLayout.of_file(file, tensors))
-        for file in snapshot.files
-        if file.path not in gone
-    ]
-    if recut and shard_size is not None:
-        files += _recut(recut, tensors, shard_size, metadata)
-    files.sort(key=lambda file: file.path)
-    _check_paths([file.path for file in files])
-    return CheckoutPlan(target, tuple(files))
+        return {
+            "target": str(self.target),
+            "files": list(self.files),
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "unchanged": list(self.unchanged),
+        }
 
 
 def check_out(
@@ -135,28 +67,23 @@ def check_out(
     *,
     name: str | None = None,
     shard_size: int | None = None,
+    variant: Variant | None = None,
     force: bool = False,
+    update: bool = False,
     protected: Sequence[Path] = (),
     progress: Progress | None = None,
 ) -> CheckoutResult:
-    """Write a snapshot's files into a directory: `plan_checkout`, then `execute`.
+    """Write a snapshot's files into a directory: `plan_from`, then `execute`.
 
-    Newly cut files keep the metadata of the files they come from (where these disagree, the first one's), and say
-    {"format": "pt"} in any case.
+    `variant` says how the files are to differ from the snapshot's; `shard_size` is short for one with only that.
 
     Raises:
         As both.
     """
-    reader = SnapshotReader(store, snapshot, name)
-    tensors = {identity: reader.tensor_object(identity) for identity in snapshot.references()}
-    metadata = dict(DEFAULT_METADATA)
-    if shard_size is not None:
-        metadata = {**DEFAULT_METADATA, **reader.metadata()}
-    try:
-        plan = plan_checkout(snapshot, tensors, target, shard_size=shard_size, metadata=metadata)
-    except ValueError as error:
-        raise IntegrityError(f"snapshot {reader.name}: {error}", snapshot=reader.name) from error
-    return execute(plan, store, reader.name, force=force, protected=protected, progress=progress)
+    files = plan_from(store, snapshot, name, variant or Variant(shard_size))
+    called = name if name is not None else object_id(snapshot.encode())
+    plan = CheckoutPlan(target, files)
+    return execute(plan, store, called, force=force, update=update, protected=protected, progress=progress)
 
 
 def execute(
@@ -165,6 +92,7 @@ def execute(
     name: str,
     *,
     force: bool = False,
+    update: bool = False,
     protected: Sequence[Path] = (),
     progress: Progress | None = None,
     workers: int = WORKERS,
@@ -180,6 +108,8 @@ def execute(
         store: holds the blocks.
         name: what the snapshot is called, for messages.
         force: replace a target with something in it, as a whole. See `target.check_target` for what never is.
+        update: the target is an earlier checkout: files that are in it, and still are what they are to be, are read
+            and kept rather than written. Without `force` nothing but planned files may be in it.
         protected: further directories that are never replaced (the home directory that the user has set, say).
         progress: told about the bytes written.
         workers: threads.
@@ -193,51 +123,64 @@ def execute(
     started = time.monotonic()
     target = resolve_target(plan.target)
     with _our_errors(target, plan):
-        check_target(target, store.path, force=force, protected=protected)
-        needed = sum(-(-file.size // _PAGE) * _PAGE for file in plan.files)
+        check_target(target, store.path, force=force or update, protected=protected)
+        kept: tuple[PlannedFile, ...] = ()
+        if update and target.is_dir():
+            if not force:
+                _refuse_others(target, plan)
+            kept = _unchanged(target, plan.files, workers)
+        due = CheckoutPlan(target, tuple(file for file in plan.files if file not in kept))
+        needed = sum(-(-file.size // _PAGE) * _PAGE for file in due.files)
         require_free_space(existing_parent(target), needed, f"checking out {name}")
         with building(target) as directory:
-            _make_files(plan, directory)
-            _write_files(plan, directory, store, name, progress, workers)
+            for parent in sorted(_directories(plan)):
+                (directory / parent).mkdir(exist_ok=True)
+            for file in kept:
+                os.link(target / file.path, directory / file.path, follow_symlinks=False)
+            _make_files(due, directory)
+            _write_files(due, directory, store, name, progress, workers)
             for parent in sorted(_directories(plan), reverse=True):
                 sync_directory(directory / parent)
             # Much may have happened meanwhile.
-            check_target(target, store.path, force=force, protected=protected)
+            check_target(target, store.path, force=force or update, protected=protected)
             replace(directory, target)
-    return CheckoutResult(target, tuple(file.path for file in plan.files), plan.total_bytes, time.monotonic() - started)
+    paths, unchanged = tuple(file.path for file in plan.files), tuple(file.path for file in kept)
+    return CheckoutResult(target, paths, due.total_bytes, time.monotonic() - started, unchanged)
 
 
-def _recut(
-    files: Sequence[SafetensorsFile],
-    tensors: Mapping[ObjectId, Tensor],
-    shard_size: int,
-    metadata: Mapping[str, str],
-) -> Iterator[PlannedFile]:
-    named = {name: tensors[identity] for file in files for name, identity in file.tensors}
-    synthesis = synthesise_files(list(named.items()), shard_size, metadata)
-    for file in synthesis.files:
-        body = FileLayout.of_parts(file.path, [(name, named[name]) for name in file.tensors])
-        yield PlannedFile(file.path, file.header, body)
-    if synthesis.index is not None:
-        yield PlannedFile(INDEX_PATH, synthesis.index, None)
+def _refuse_others(target: Path, plan: CheckoutPlan) -> None:
+    planned = {file.path for file in plan.files}
+    found = (os.path.join(parent, name) for parent, _, names in os.walk(target) for name in names)
+    others = sorted({os.path.relpath(path, target) for path in found} - planned)
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise UsageError(
+            f"{target}: has files that the checkout does not: {', '.join(map(show, others[:3]))}{more}; "
+            "to remove them use --update with --force",
+            target=str(target),
+            files=others,
+        )
 
 
-def _index_of(path: str) -> str:
-    """The path of the index that would list a safetensors file."""
-    match = _SHARD.fullmatch(path)
-    return f"{match['stem'] if match else path}.safetensors.index.json"
+def _unchanged(target: Path, files: Sequence[PlannedFile], workers: int) -> tuple[PlannedFile, ...]:
+    """The files that are in a directory as they are planned."""
+    with ThreadPoolExecutor(workers, thread_name_prefix="mpfs-compare") as pool:
+        same = pool.map(lambda file: _is_same(target / file.path, file), files)
+        return tuple(file for file, is_same in zip(files, same, strict=True) if is_same)
 
 
-def _check_paths(paths: Sequence[str]) -> None:
-    """Refuse paths that no directory can hold together. That a file system folds case shows only when writing."""
-    seen = set(paths)
-    if len(seen) != len(paths):
-        twice = next(path for index, path in enumerate(paths) if path in paths[:index])
-        raise BadInputError(f"{show(twice)} would be written twice: the new files collide with one of the snapshot's")
-    for path in paths:
-        for parent in PurePosixPath(path).parents:
-            if str(parent) in seen:
-                raise BadInputError(f"{show(str(parent))} is a file, and a directory of {show(path)}", path=path)
+def _is_same(path: Path, file: PlannedFile) -> bool:
+    """Whether a file on disk holds what is planned: its head, and blocks of the planned ids."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with open(fd, "rb", buffering=_COMPARE_BUFFER) as found:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != file.size or found.read(len(file.head)) != file.head:
+            return False
+        segments = () if file.body is None else file.body.segments()
+        return all(block_id(found.read(segment.size)) == segment.block for segment in segments)
 
 
 def _directories(plan: CheckoutPlan) -> set[PurePosixPath]:
@@ -245,9 +188,7 @@ def _directories(plan: CheckoutPlan) -> set[PurePosixPath]:
 
 
 def _make_files(plan: CheckoutPlan, directory: Path) -> None:
-    """Make every directory and file, at its full size where the file system can promise it."""
-    for parent in sorted(_directories(plan)):
-        (directory / parent).mkdir(exist_ok=True)
+    """Make every file, at its full size where the file system can promise it."""
     for file in plan.files:
         try:
             fd = os.open(directory / file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -6,12 +6,12 @@ The facade inherits it, so that it stays a list of what one can do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpfs.errors import NotFoundError
-from mpfs.objects import File, Snapshot, Tensor
+from mpfs.objects import Commit, File, ObjectId, Snapshot, Tensor
 from mpfs.objects.progress import Progress
 from mpfs.store import Store
 
@@ -28,6 +28,10 @@ class Contents:
     """Reads revisions out of a store. A subclass says what a revision is."""
 
     _store: Store
+
+    def resolve(self, revision: str) -> ObjectId:
+        """The id of the commit that a revision names."""
+        raise NotImplementedError
 
     def snapshot(self, revision: str) -> Snapshot:
         """The snapshot of a commit."""
@@ -82,37 +86,91 @@ class Contents:
     def checkout(
         self,
         revision: str,
-        directory: str | os.PathLike[str],
+        target: str | os.PathLike[str],
         *,
         shard_size: int | None = None,
+        include: Iterable[str] | None = None,
+        weights_only: bool = False,
         force: bool = False,
+        update: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> CheckoutResult:
-        """Write the files of a revision into a directory, all or nothing.
+        """Write the files of a revision into a directory, all or nothing; or to where an fsspec URL leads.
 
         Args:
             revision: what to write.
-            directory: must not exist, or be empty.
+            target: a directory that must not exist, or be empty; or a URL such as s3://bucket/prefix.
             shard_size: bytes of tensors a file; None: the files as they are in the snapshot, byte for byte.
-            force: replace a directory that is not empty.
+            include: patterns (`*.mlp.*`); only tensors whose name matches one of them. None: all.
+            weights_only: only safetensors files and their indexes.
+            force: replace a directory that is not empty, as a whole. At a URL: write over what is there.
+            update: the directory is an earlier checkout: write only the files that are no longer what they should be.
+                Without `force` it is refused if there are files in it that the revision does not have.
+            storage_options: fsspec's, for a URL.
             progress: told bytes done, of all.
 
         Raises:
             UsageError: the directory is not empty, or must not be replaced.
+            NotFoundError: no tensor matches `include`.
             IntegrityError: a block is damaged; nothing is left in the directory.
             NoSpaceError: the disk is full; nothing is left in the directory.
         """
         from mpfs.vfs.checkout import check_out
+        from mpfs.vfs.plan import Variant, plan_from
+        from mpfs.vfs.remote import is_url, local_path, upload
 
+        variant = Variant(shard_size, None if include is None else tuple(include), weights_only)
+        snapshot, place = self.snapshot(revision), os.fspath(target)
+        if is_url(place):
+            files = plan_from(self._store, snapshot, revision, variant)
+            return upload(
+                files,
+                self._store,
+                place,
+                revision,
+                force=force,
+                update=update,
+                options=storage_options,
+                progress=progress,
+            )
         return check_out(
             self._store,
-            self.snapshot(revision),
-            Path(directory),
+            snapshot,
+            Path(local_path(place)),
             name=revision,
-            shard_size=shard_size,
+            variant=variant,
             force=force,
+            update=update,
             progress=progress,
         )
+
+    def export(
+        self,
+        revision: str,
+        write: Callable[[bytes], object],
+        *,
+        shard_size: int | None = None,
+        include: Iterable[str] | None = None,
+        weights_only: bool = False,
+        progress: Progress | None = None,
+    ) -> int:
+        """Hand the files of a revision to `write` as a tar archive, always the same bytes; its length.
+
+        Args:
+            revision, shard_size, include, weights_only, progress: as for `checkout`.
+            write: such as the `write` of a file opened for binary writing.
+
+        Raises:
+            As `checkout`. What was written by then is not a whole archive.
+        """
+        from mpfs.vfs.export import export_tar
+        from mpfs.vfs.plan import Variant, plan_from
+
+        variant = Variant(shard_size, None if include is None else tuple(include), weights_only)
+        commit = self._store.objects.get(Commit, self.resolve(revision))
+        files = plan_from(self._store, self.snapshot(revision), revision, variant)
+        return export_tar(files, self._store, revision, write, time=commit.time, progress=progress)
 
     def check_checkout_target(self, directory: str | os.PathLike[str], *, force: bool = False) -> None:
         """Whether `checkout` may write to a directory, before anything costly is done for it.
