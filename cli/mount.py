@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -70,9 +71,16 @@ def _tell(out: Output, where: Path, pid: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does; SIGINT too where a shell has it ignored."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, SIGINT too where a shell has it ignored; further ones wait
+    until it is unmounted."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [(number, signal.signal(number, signal.default_int_handler)) for number in numbers]
+
+    def stop(_: int, __: FrameType | None) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = [(number, signal.signal(number, stop)) for number in numbers]
     try:
         yield
     finally:
