@@ -23,7 +23,7 @@ import torch
 
 from mpfs.errors import MPFSError
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks, torch_work_dtype
-from mpfs.merge.kernels.backend import Kernels, kernels
+from mpfs.merge.kernels.backend import kernels
 from mpfs.merge.kernels.stored import StoredColumns
 from mpfs.merge.numeric import to_bytes
 from mpfs.merge.operators import LeftOut, Operator, Parameters, Prepared, TensorContext, get_operator
@@ -73,8 +73,9 @@ class _Job:
     blocks: list[BlockId]
     remaining: int
     description: Json
-    fast: FastPath | None
     prepared: Prepared = field(default_factory=dict)
+    path: FastPath | None = None
+    path_known: bool = False
 
     def span(self, column: int, block_size: int) -> tuple[int, int]:
         """The output blocks of a column, as a half-open range."""
@@ -132,8 +133,7 @@ def execute(
     for tensor in plan.tensors:
         allowed |= planned_blocks(tensor, inputs[tensor.name])
     count = threads or os.cpu_count() or 1
-    found = kernels() if fast else None
-    run = _Execution(plan, store, writer, inputs, ReadLedger(allowed), reuse, count, memory, found)
+    run = _Execution(plan, store, writer, inputs, ReadLedger(allowed), reuse, count, memory, fast)
     return run.run(progress)
 
 
@@ -150,7 +150,7 @@ class _Execution:
         reuse: bool,
         threads: int,
         memory: int,
-        kernels: Kernels | None,
+        fast: bool,
     ) -> None:
         self.plan = plan
         self.store = store
@@ -160,7 +160,7 @@ class _Execution:
         self.reuse = reuse
         self.threads = threads
         self.memory = memory
-        self.kernels = kernels
+        self.fast = fast
         self.stopping = threading.Event()
         self.operator = get_operator(plan.method)
         self.outcome = Outcome()
@@ -180,11 +180,13 @@ class _Execution:
         with _one_thread_per_operation(self.threads) as executor:
             try:
                 for job in self._jobs(executor):
-                    window = self._window(job)
+                    window = 8 * self.threads
                     for columns in job.columns.batches():
                         known = [self._look_up(job, column) for column in columns]
                         unknown = [column for column, found in zip(columns, known, strict=True) if not found.reused]
-                        job.columns.prefetch(unknown)
+                        if unknown:
+                            window = self._window(job)
+                            job.columns.prefetch(unknown)
                         for column, found in zip(columns, known, strict=True):
                             while len(queue) >= window:
                                 finish_one()
@@ -236,7 +238,7 @@ class _Execution:
         inputs = self.inputs[job.tensor.name]
         dtypes = {item.tensor.dtype for item in (inputs.base, *inputs.experts) if item is not None}
         copies = (len(job.tensor.experts) + 2) * _COPIES
-        if job.fast is not None:
+        if self._path(job) is not None:
             copies = 3 if dtypes == {STORED[job.context.dtype]} else len(job.tensor.experts) + 5
         column = copies * max(1, job.tensor.column_elements) * work
         return max(1, min(8 * self.threads, (self.memory - _FIXED_MEMORY) // column))
@@ -259,6 +261,7 @@ class _Execution:
             seed=self.plan.seed,
             expert_keys=expert_keys(self.plan, tensor),
             left_out=left_out(self.store, tensor, inputs),
+            shape=tensor.shape,
         )
         parameters = Parameters(tensor.shared, tensor.parameters)
         columns = DeltaIterator(self.plan, tensor, inputs, self.store.blocks, self.ledger, work)
@@ -268,11 +271,18 @@ class _Execution:
             blocks = list(inputs.base.tensor.blocks)
         count = len(tensor.columns)
         description = self._description(tensor, inputs, context)
-        fast = None if self.kernels is None else self.operator.fast(context, parameters, self.kernels)
-        job = _Job(tensor, self.operator, context, parameters, columns, blocks, count, description, fast)
+        job = _Job(tensor, self.operator, context, parameters, columns, blocks, count, description)
         job.prepared = self._prepare(job, executor)
         job.description = {**description, "prepared": dict(job.prepared)}
         return job
+
+    def _path(self, job: _Job) -> FastPath | None:
+        """How kernels do a tensor; only asked for when something is computed, since numba takes its time to load."""
+        if not job.path_known:
+            found = kernels() if self.fast else None
+            job.path = None if found is None else job.operator.fast(job.context, job.parameters, found)
+            job.path_known = True
+        return job.path
 
     def _prepare(self, job: _Job, executor: ThreadPoolExecutor) -> Prepared:
         if type(job.operator).prepare is Operator.prepare:
@@ -286,8 +296,9 @@ class _Execution:
         known = self.store.reuse.value(key) if self.reuse else None
         if known is not None:
             return dict(decode(known, "prepared")["values"])
-        if job.fast is not None:
-            prepared = job.fast.prepare(StoredColumns(job.columns, executor, 2 * self.threads, self.stopping))
+        path = self._path(job)
+        if path is not None:
+            prepared = path.prepare(StoredColumns(job.columns, executor, 2 * self.threads, self.stopping))
         else:
             prepared = job.operator.prepare(job.context, job.parameters, lambda: iter(job.columns))
         self.writer.put_reuse(key, encode({"kind": "prepared", "values": dict(prepared)}))
@@ -309,6 +320,8 @@ class _Execution:
             "column_elements": tensor.column_elements,
             "block_size": self.plan.block_size,
         }
+        if self.operator.by_rows:
+            value["shape"] = list(tensor.shape)
         if self.operator.draws:
             value["random"] = [self.plan.seed, tensor.name, list(context.expert_keys)]
         return value
@@ -339,12 +352,13 @@ class _Execution:
 
     def _merged(self, job: _Job, column: int) -> bytes:
         """The bytes of a merged column."""
-        if job.fast is None:
+        path = self._path(job)
+        if path is None:
             inputs = job.columns.read(column)
             merged = job.operator.apply(job.context, job.parameters, job.prepared, inputs)
             return to_bytes(merged, job.tensor.dtype)
         with job.columns.view(column) as bits:
-            result = job.fast.apply(job.prepared, bits)
+            result = path.apply(job.prepared, bits)
         if job.tensor.dtype == STORED[job.context.dtype]:
             return result.tobytes()
         return to_bytes(torch.from_numpy(result.view(np.uint8)).view(job.context.dtype), job.tensor.dtype)

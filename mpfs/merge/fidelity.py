@@ -90,6 +90,7 @@ class _Side:
             seed=plan.seed,
             expert_keys=expert_keys(plan, tensor),
             left_out=left_out(store, tensor, inputs),
+            shape=tensor.shape,
         )
         self._prepared = operator.prepare(self._context, self._parameters, lambda: iter(self._columns))
 

@@ -62,7 +62,8 @@ class TensorContext:
 
     `dtype` is the dtype that all arithmetic runs in and that columns arrive in. `expert_keys` identify the experts
     by content (for random generators: independent of listing order). `left_out[i]` describes what a budgeted plan
-    leaves unread of expert i (empty at full budget).
+    leaves unread of expert i (empty at full budget). `shape` is the tensor's; where it is not given, `()`, methods that
+    work by rows take the tensor for a vector.
     """
 
     name: str
@@ -71,6 +72,7 @@ class TensorContext:
     seed: int
     expert_keys: Sequence[str]
     left_out: Sequence[Sequence[LeftOut]] = field(default=())
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,19 @@ class Operator(ABC):
     reading by itself, "column" when a half-read column misleads (sign election). `draws` says that results depend on
     the seed, the tensor's name and the experts' keys. `version` goes up whenever the same inputs give other results,
     so that nothing stale is reused.
+
+    Which model comes in where: with `needs_base` the recipe must name a base, which is `Column.base` and never an
+    expert. With `optional_base` it may, and then the same holds. Otherwise the base is an expert like any other, and
+    `Column.base` only stands in for what is not read. `models` are the least and the most experts that a method takes
+    (None: any number), in the sense of `Column.experts`. `by_rows` says that results depend on the tensor's shape.
     """
 
     name: ClassVar[str]
     parameters: ClassVar[tuple[Parameter, ...]]
     needs_base: ClassVar[bool] = True
+    optional_base: ClassVar[bool] = False
+    models: ClassVar[tuple[int, int | None]] = (1, None)
+    by_rows: ClassVar[bool] = False
     interaction: ClassVar[Literal["additive", "column"]] = "additive"
     draws: ClassVar[bool] = False
     version: ClassVar[int] = 1
@@ -116,6 +126,15 @@ class Operator(ABC):
     def keeps_base(self, parameters: Parameters) -> bool:
         """Whether a column in which no expert differs from the base comes out as the base, bit for bit."""
         return self.needs_base
+
+    def count_problem(self, experts: int) -> str | None:
+        """What is wrong with this number of experts (models besides the base, where the method has one), if anything."""
+        least, most = self.models
+        if experts >= least and (most is None or experts <= most):
+            return None
+        wanted = f"{least}" if least == most else f"{least} or more" if most is None else f"{least} to {most}"
+        besides = " besides the base" if self.needs_base else ""
+        return f"{self.name} takes {wanted} model{'' if wanted == '1' else 's'}{besides}, not {experts}"
 
     def validate(self, parameters: Parameters) -> list[str]:
         """What is wrong with these values, a sentence each; empty if nothing is.
