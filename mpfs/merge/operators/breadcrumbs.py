@@ -1,0 +1,165 @@
+"""Task vectors without their largest and their smallest elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import ClassVar, Literal, cast
+
+import torch
+
+from mpfs.merge.kernels.backend import Kernels
+from mpfs.merge.kernels.columns import Rule
+from mpfs.merge.operators.arithmetic import difference
+from mpfs.merge.operators.base import Column, FastPath, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.operators.magnitude import LAYOUTS, Patterns, Threshold, find_thresholds, kept, patterns
+from mpfs.merge.operators.reductions import all_pieces, base_of
+from mpfs.merge.operators.task_vector import TaskVectorOperator
+from mpfs.merge.operators.values import value_of
+
+_PARAMETERS: tuple[Parameter, ...] = (
+    Parameter("weight", required=True, per_model=True),
+    Parameter("density", default=1.0, per_model=True),
+    Parameter("gamma", default=0.01, per_model=True),
+    Parameter("lambda", default=1.0),
+    Parameter("normalize", default=False),
+    Parameter("int8_mask", default=False),
+)
+
+
+def kept_range(density: float, gamma: float, numel: int) -> tuple[int, int]:
+    """Which positions of the magnitudes in ascending order are kept, as a half-open range.
+
+    `density` of the elements, below the top `gamma`; if there are not so many, the top gives way.
+    """
+    if density >= 1:
+        return 0, numel
+    if density <= 0:
+        return 0, 0
+    keep = min(int(density * numel), numel)
+    bottom = max(numel - keep - int(gamma * numel), 0)
+    return bottom, bottom + keep
+
+
+class Breadcrumbs(TaskVectorOperator):
+    """Of each delta drop the `gamma` largest share and the smallest, so that `density` is left; add the weighted sum.
+
+    The share is of the whole tensor, in elements rounded down, and magnitudes are ordered over the whole tensor; equal
+    ones by index, so that of those at the lower end the highest indices are kept, and of those at the upper end the
+    lowest. Bit for bit as mergekit 0.1.5 with a stable sort. A density of 1 or more keeps everything.
+
+    `prepare` gives for each expert `above` and `within`, each a list of [pattern, cutoff]: an element is kept iff it is
+    not among the first `bottom` in ascending order and is among the first `bottom + keep`; it is among the first iff
+    its magnitude pattern is below the pattern, or equals it and its index is below the cutoff. Under a budget both ends
+    approximate those of the full delta, as ties does (`magnitude`).
+
+    Source: Davari and Belilovsky, "Model breadcrumbs", arXiv 2312.06795.
+    """
+
+    name: ClassVar[str] = "breadcrumbs"
+    parameters: ClassVar[tuple[Parameter, ...]] = _PARAMETERS
+
+    def validate(self, parameters: Parameters) -> list[str]:
+        """Also a gamma that is not a share."""
+        found = super().validate(parameters)
+        gammas = [] if found else self._gammas(parameters)
+        return found + [
+            f"model {i + 1}: gamma must lie between 0 and 1, not {gamma!r}"
+            for i, gamma in enumerate(gammas)
+            if not 0 <= gamma <= 1
+        ]
+
+    def prepare(
+        self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
+    ) -> Prepared:
+        """Both ends: no pass if everything or nothing is kept, else at most two (16-bit) or three (float32).
+
+        Raises:
+            ValueError: a column has no base.
+        """
+        ranges = [
+            kept_range(density, gamma, context.numel)
+            for density, gamma in zip(self._densities(parameters), self._gammas(parameters), strict=True)
+        ]
+        count = len(ranges)
+        nan = LAYOUTS[context.dtype].nan
+        runs = [[run for run in expert if run.numel] for expert in context.left_out] or [[] for _ in ranges]
+        # "Among the first p" is "among the p largest" of mirrored patterns, so that ties too are told by index. What a
+        # budget leaves out can only be reckoned with in the patterns themselves: there it is "not among the n - p
+        # largest".
+        mirrored = [not expert for expert in runs]
+
+        def source(wanted: Set[int]) -> Iterator[tuple[int, Sequence[Patterns | None]]]:
+            for piece in all_pieces(columns):
+                base = base_of(context, piece)
+                found: list[Patterns | None] = []
+                for i, expert in enumerate(piece.experts):
+                    if not {i, i + count} & wanted or (expert is None and not mirrored[i]):
+                        found.append(None)
+                        continue
+                    pattern = patterns(difference(base if expert is None else expert, base))
+                    found.append((nan - pattern if mirrored[i] else pattern).cpu().numpy())
+                yield piece.start, found + found
+
+        ends = [bottom for bottom, _ in ranges] + [top for _, top in ranges]
+        found = find_thresholds(
+            context.dtype,
+            context.numel,
+            [p if mirrored[i % count] else context.numel - p for i, p in enumerate(ends)],
+            runs + runs,
+            source,
+        )
+
+        def first(i: int) -> list[int]:
+            end, p = found[i], ends[i]
+            if p <= 0:
+                return [0, 0]
+            if p >= context.numel:
+                return [nan, context.numel]
+            if mirrored[i % count]:
+                # Zero patterns of the mirror are NaN.
+                return [nan - end.pattern, end.cutoff]
+            return [end.pattern, 0]
+
+        return {"above": [first(i) for i in range(count)], "within": [first(i + count) for i in range(count)]}
+
+    def sparsify(
+        self,
+        context: TensorContext,
+        parameters: Parameters,
+        prepared: Prepared,
+        expert: int,
+        start: int,
+        delta: torch.Tensor,
+    ) -> torch.Tensor:
+        """The elements between the two ends, the others zero."""
+        low = cast("Sequence[Sequence[int]]", prepared["above"])[expert]
+        high = cast("Sequence[Sequence[int]]", prepared["within"])[expert]
+        nan = LAYOUTS[context.dtype].nan
+        if tuple(low) == (0, 0) and tuple(high) == (nan, context.numel):
+            return delta
+        mirror = nan - patterns(delta)
+        inside = kept(mirror, Threshold(nan - high[0], high[1]), start)
+        inside &= ~kept(mirror, Threshold(nan - low[0], low[1]), start)
+        return torch.where(inside, delta, delta.new_zeros(()))
+
+    def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
+        """There are no kernels for this method."""
+        return None
+
+    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
+        """There are no kernels for this method."""
+        raise NotImplementedError
+
+    def _gammas(self, parameters: Parameters) -> list[float]:
+        return [float(value_of(self.parameters, values, "gamma")) for values in parameters.experts]
+
+
+class BreadcrumbsTies(Breadcrumbs):
+    """Breadcrumbs' trimming, then TIES's sign election; by default the sum of what agrees, not its mean.
+
+    Source: arXiv 2312.06795 and 2306.01708.
+    """
+
+    name: ClassVar[str] = "breadcrumbs_ties"
+    interaction: ClassVar[Literal["additive", "column"]] = "column"
+    elects_sign: ClassVar[bool] = True
