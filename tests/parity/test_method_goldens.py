@@ -1,0 +1,221 @@
+"""MPFS's other methods against what mergekit 0.1.5 answered (make_method_goldens.py)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from mpfs.merge.operators import Column, Parameters, TensorContext, get_operator
+from mpfs.merge.operators.della import keep_chances
+from mpfs.merge.operators.magnitude import patterns
+
+HERE = Path(__file__).parent
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DIGITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+STEP = 64
+
+
+@cache
+def goldens(file: str) -> dict[str, NDArray[Any]]:
+    with np.load(HERE / file, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+@cache
+def all_cases() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(str(goldens("method_goldens.npz")["cases"]))
+    return found
+
+
+@cache
+def shapes() -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape in json.loads(str(goldens("goldens.npz")["tensors"])).items()}
+
+
+def split(flat: NDArray[Any], names: list[str], dtype: str) -> dict[str, torch.Tensor]:
+    parts = torch.split(torch.from_numpy(flat).view(DTYPES[dtype]), [math.prod(shapes()[name]) for name in names])
+    return dict(zip(names, parts, strict=True))
+
+
+@cache
+def model(name: str, dtype: str) -> dict[str, torch.Tensor]:
+    return split(goldens("goldens.npz")[f"input/{dtype}/{name}"], list(shapes()), dtype)
+
+
+def answers(case: str, dtype: str) -> dict[str, torch.Tensor]:
+    names = json.loads(str(goldens("method_goldens.npz")["tensors"]))
+    return split(goldens("method_goldens.npz")[f"output/{case}/{dtype}"], names, dtype)
+
+
+def merge(case: str, dtype: str, name: str) -> torch.Tensor:
+    """What MPFS makes of a recipe for one tensor, in columns of 64 elements."""
+    recipe = all_cases()[case]
+    operator = get_operator(recipe["merge_method"])
+    base = None
+    listed = [(item["model"], item["parameters"]) for item in recipe["models"]]
+    if "base_model" in recipe and (operator.needs_base or operator.optional_base):
+        base = model("base", dtype)[name]
+        listed = [item for item in listed if item[0] != "base"]
+    shared = recipe["parameters"]
+    values = Parameters(
+        {p.name: shared[p.name] for p in operator.parameters if not p.per_model and p.name in shared},
+        [
+            {
+                p.name: {**shared, **own}[p.name]
+                for p in operator.parameters
+                if p.per_model and p.name in {**shared, **own}
+            }
+            for _, own in listed
+        ],
+    )
+    assert operator.validate(values) == []
+    experts = [model(item, dtype)[name] for item, _ in listed]
+    numel = experts[0].numel()
+    context = TensorContext(name, numel, DTYPES[dtype], 0, [item for item, _ in listed], (), shapes()[name])
+
+    def columns() -> Iterator[Column]:
+        for start in range(0, numel, STEP):
+            part = slice(start, start + STEP)
+            yield Column(start, None if base is None else base[part], [expert[part] for expert in experts])
+
+    prepared = operator.prepare(context, values, columns)
+    found = torch.cat([operator.apply(context, values, prepared, column) for column in columns()])
+    assert found.dtype == DTYPES[dtype]
+    return found
+
+
+def differing(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Which elements differ in their bits, but for a zero's sign: MPFS keeps that of an untouched base."""
+    integer = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    return (found.view(integer) != expected.view(integer)) & ((found != 0) | (expected != 0))
+
+
+def ulps(found: torch.Tensor, expected: torch.Tensor, case: str, name: str, dtype: str) -> torch.Tensor:
+    """By how many units in the last place they differ, at the size of the largest operand (models, base, result)."""
+    operands = [model(item["model"], dtype)[name] for item in all_cases()[case]["models"]]
+    operands += [model("base", dtype)[name], expected]
+    largest = torch.stack([operand.double().abs() for operand in operands]).max(0).values
+    lowest = torch.finfo(found.dtype).smallest_normal
+    unit = 2.0 ** (torch.floor(torch.log2(largest.clamp(min=lowest))) - DIGITS[found.dtype])
+    return (found.double() - expected.double()).abs() / unit
+
+
+EXACT = [
+    *["passthrough", "passthrough-scale", "nearswap-near", "nearswap-far", "nearswap-coarse"],
+    *["breadcrumbs-three", "breadcrumbs-gamma", "breadcrumbs-ties-six", "breadcrumbs-ties-gamma"],
+    *["ram", "ram-epsilon", "ramplus", "ramplus-epsilon"],
+]
+CLOSE = {
+    # The most ulp of float32; of 16-bit dtypes it is 1.
+    **dict.fromkeys(["slerp-little", "slerp-much", "stock-two", "stock-four", "nuslerp", "nuslerp-base"], 4),
+    **dict.fromkeys(["nuslerp-rows", "nuslerp-first", "sce"], 4),
+    **dict.fromkeys(["multislerp-two", "multislerp-four", "multislerp-base"], 4),
+    # Here a factor is larger than 1, and so is the operand of the last addition.
+    **dict.fromkeys(["stock-rows", "nuslerp-rows-base", "nuslerp-first-base"], 8),
+    "multislerp-sum": 16,
+}
+SELECTING = {"sce-some": 1e-6, "sce-half": 1e-6, "arcee": 1e-6, "arcee-other": 1e-6}
+KARCHER = ["karcher-two", "karcher-five", "karcher-base"]
+
+
+def test_every_golden_is_checked() -> None:
+    assert sorted([*EXACT, *CLOSE, *SELECTING, *KARCHER]) == sorted(all_cases())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", EXACT)
+def test_equals_mergekit(case: str, dtype: str) -> None:
+    found = {
+        name: int(differing(merge(case, dtype, name), answer).sum()) for name, answer in answers(case, dtype).items()
+    }
+    assert {name: n for name, n in found.items() if n} == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CLOSE)
+def test_is_close_to_mergekit(case: str, dtype: str) -> None:
+    for name, answer in answers(case, dtype).items():
+        found = merge(case, dtype, name)
+        off = ulps(found, answer, case, name, dtype)
+        if case.startswith("stock"):
+            # What no model changes keeps the base's bits; mergekit averages it to a neighbour.
+            off = off[~unchanged(case, name, dtype)]
+        assert float(off.max()) <= (CLOSE[case] if dtype == "float32" else 1), name
+
+
+def unchanged(case: str, name: str, dtype: str) -> torch.Tensor:
+    base = model("base", dtype)[name]
+    return torch.stack([model(item["model"], dtype)[name] == base for item in all_cases()[case]["models"]]).all(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["stock-two", "stock-four", "stock-rows"])
+def test_model_stock_keeps_what_no_model_changes(case: str, dtype: str) -> None:
+    for name in answers(case, dtype):
+        same = unchanged(case, name, dtype)
+        assert torch.equal(merge(case, dtype, name)[same], model("base", dtype)[name][same])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", SELECTING)
+def test_selects_as_mergekit_but_at_the_threshold(case: str, dtype: str) -> None:
+    """Elements may differ only if their score lies within 1e-6 of the threshold: here few do."""
+    base = model("base", dtype)
+    total = wrong = 0
+    for name, answer in answers(case, dtype).items():
+        found = merge(case, dtype, name)
+        disputed = (found == base[name]) != (answer == base[name])
+        for item in all_cases()[case]["models"]:
+            # Where selection is disputed the score is at most as large as the delta (arcee) or its square (sce).
+            delta = (model(item["model"], dtype)[name].double() - base[name].double())[disputed]
+            assert float(delta.abs().max() if len(delta) else 0.0) < 0.05
+        off = ulps(found, answer, case, name, dtype)[~disputed]
+        wrong += int(disputed.sum()) + int((off > (4 if dtype == "float32" else 1)).sum())
+        total += len(answer)
+    assert wrong <= (0.01 if dtype != "float16" else 0.06) * total
+
+
+@pytest.mark.parametrize("case", KARCHER)
+def test_karcher_is_close_to_mergekit_in_float32(case: str) -> None:
+    for name, answer in answers(case, "float32").items():
+        assert float(ulps(merge(case, "float32", name), answer, case, name, "float32").max()) <= 4
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", KARCHER)
+def test_karcher_in_16_bits_is_what_mergekit_gives_by_way_of_float32(case: str, dtype: str) -> None:
+    for name, answer in answers(f"{case}-wide", dtype).items():
+        assert float(ulps(merge(case, dtype, name), answer, case, name, dtype).max()) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_karcher_in_16_bits_is_where_mergekit_has_rounding_errors(dtype: str) -> None:
+    """The exception itself: mergekit is off its own float32 result."""
+    name = "model.layers.0.mlp.gate_proj.weight"
+    mine, theirs = merge("karcher-five", dtype, name), answers("karcher-five", dtype)[name]
+    exact = answers("karcher-five", "float32")[name].double()
+    assert float((mine.double() - exact).norm()) < 0.9 * float((theirs.double() - exact).norm())
+
+
+def test_della_keeps_as_often_as_mergekit() -> None:
+    """Over many of mergekit's draws each element is kept as often as MPFS's chance says; so in the mean and variance."""
+    archive = goldens("method_goldens.npz")
+    draws = int(archive["draws"])
+    kept = archive["draws/della"].astype(np.float64)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    delta = model("expert5", "float32")[name] - model("base", "float32")[name]
+    chances = keep_chances(patterns(delta).numpy().reshape(kept.shape), 0.4, 0.2)
+    live = (delta != 0).numpy().reshape(kept.shape)
+    score = ((kept - draws * chances) / np.sqrt(draws * chances * (1 - chances)))[live]
+    assert abs(score.mean()) < 5 / math.sqrt(len(score))
+    assert score.var() == pytest.approx(1.0, abs=5 * math.sqrt(2 / len(score)))
+    assert float(np.abs(score).max()) < 5
