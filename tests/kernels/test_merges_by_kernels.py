@@ -115,3 +115,14 @@ def test_a_kernel_that_fails_fails_the_merge(tmp_path: Path, monkeypatch: pytest
             ]
         repo.merge(recipe("ties"), "merged")
         assert repo.fsck(read_data=True).ok
+
+
+def test_the_same_merge_again_needs_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError("asked for")
+
+    with repository(tmp_path, family(FAMILIES["bf16"])) as repo:
+        first = repo.merge(recipe("ties"), "merged")
+        monkeypatch.setattr("mpfs.merge.engine.kernels", refuse)
+        again = repo.merge(recipe("ties"), "again")
+        assert (again.snapshot, again.figures.blocks_computed) == (first.snapshot, 0)
