@@ -18,10 +18,24 @@ from mpfs.errors import BadInputError, NotFoundError, RefConflictError
 from mpfs.history import Diff, Explanation, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
 from mpfs.history.storage import StorageReport, measure_storage
 from mpfs.merge.reports import MergeReport, PlanReport
-from mpfs.objects import Budget, Commit, Input, ObjectId, Plan, Run, Snapshot, object_id
+from mpfs.objects import Budget, Commit, Input, ObjectId, Plan, Run, Snapshot, Tensor, object_id
 from mpfs.objects.ids import is_object_id
 from mpfs.objects.progress import Progress
-from mpfs.store import FsckReport, GcResult, Ref, ReflogEntry, Store, StoreInfo, check, execute_gc
+from mpfs.store import (
+    FsckReport,
+    GcResult,
+    HealReport,
+    Ref,
+    ReflogEntry,
+    RepairReport,
+    Store,
+    StoreInfo,
+    Writer,
+    check,
+    execute_gc,
+    heal,
+    repair,
+)
 from mpfs.store.store import DEFAULT_BLOCK_SIZE, DEFAULT_MAP_SIZE
 from mpfs.vfs.contents import Contents
 
@@ -398,18 +412,81 @@ class Repository(Contents, AbstractContextManager["Repository"]):
         return measure_storage(self._store, (item.commit.snapshot for item in commits), whole=revision is None)
 
     def fsck(
-        self, *, read_data: bool = False, subset: float | None = None, progress: Progress | None = None
+        self,
+        *,
+        read_data: bool = False,
+        subset: float | None = None,
+        since: float | None = None,
+        statistics: bool | None = None,
+        progress: Progress | None = None,
     ) -> FsckReport:
-        """Check the repository's structure, and with `read_data` every block (or a share `subset` of them)."""
-        return check(self._store, read_data=read_data, subset=subset, progress=progress)
+        """Check the repository's structure, and with `read_data` every block.
 
-    def gc(self, *, dry_run: bool = False, reflog_days: float = 30.0) -> GcResult:
+        Args:
+            read_data: read blocks and compare them with their ids.
+            subset: only this share of them, other ones each time.
+            since: only those of commits that are not older, in seconds since 1970, UTC.
+            statistics: compute the statistics of what is read again; default: whenever data is read.
+            progress: told records done, of all.
+        """
+        stats_of = _stats_of if read_data and statistics is not False else None
+        return check(self._store, read_data=read_data, subset=subset, since=since, stats_of=stats_of, progress=progress)
+
+    def repair(self, *, progress: Progress | None = None) -> RepairReport:
+        """Check everything, make anew what can be (statistics, indices, damaged refs), and put commits that have lost
+        something under `quarantine/`. What was done and what is still wrong is in the report.
+
+        Raises:
+            IntegrityError: the store's pages are damaged, so that nothing of it can be trusted.
+        """
+        return repair(self._store, stats_of=_stats_of, author=self._author, progress=progress)
+
+    def heal(self, source: str | os.PathLike[str], *, progress: Progress | None = None) -> HealReport:
+        """Take blocks and objects that are damaged or missing from a checkpoint that still has them.
+
+        Args:
+            source: what `import_checkpoint` takes.
+            progress: told records checked, of all.
+
+        Raises:
+            NotFoundError: there is nothing at `source`.
+            BadInputError: it is damaged, unsafe or no checkpoint.
+        """
+        from mpfs.ingest.importer import ingest
+
+        def read(writer: Writer) -> list[Tensor | Snapshot]:
+            found = ingest(Path(source), writer, self.info.block_size)
+            return [*found.tensors, found.snapshot]
+
+        return heal(self._store, read, stats_of=_stats_of, progress=progress)
+
+    def gc(
+        self, *, dry_run: bool = False, reflog_days: float = 30.0, grace_hours: float = 0.0, compact: bool = False
+    ) -> GcResult:
         """Remove what no ref and no younger reflog entry reaches.
+
+        Args:
+            dry_run: only find it.
+            reflog_days: how long what refs were at is kept.
+            grace_hours: how long blocks of imports that died are kept, for the next one to go on with.
+            compact: give the free space back to the file system; needs room for a copy of what is kept.
 
         Raises:
             LockedError: somebody is writing.
+            NoSpaceError: there is no room for the copy.
         """
-        return execute_gc(self._store, now=int(clock.time()), reflog_days=reflog_days, dry_run=dry_run)
+        return execute_gc(
+            self._store,
+            now=int(clock.time()),
+            reflog_days=reflog_days,
+            grace_seconds=grace_hours * 3600,
+            dry_run=dry_run,
+            compact=compact,
+        )
+
+    def grow_map(self, map_size: int) -> int:
+        """Let the store grow to at least `map_size` bytes; how far it can grow then."""
+        return self._store.grow_map(map_size)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -451,6 +528,12 @@ def open_repository(path: str | os.PathLike[str], create: bool = False, *, autho
     if create and not (directory / "config.json").exists() and not (directory / REPOSITORY_NAME).is_dir():
         return Repository.create(directory, author=author)
     return Repository.open(directory, author=author)
+
+
+def _stats_of(data: memoryview, dtype: str, first_element: int) -> bytes:
+    from mpfs.stats import block_stats
+
+    return block_stats(data, dtype, first_element).tobytes()
 
 
 def _recipe(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:

@@ -11,33 +11,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from mpfs.errors import IntegrityError
 from mpfs.objects import BlockId, block_id
 from mpfs.objects.dtypes import CODES
 from mpfs.store.environment import Environment, Transaction
+from mpfs.store.seal import unseal
 
 RAW = 0
 """The codec of payloads that are the raw bytes; no other is defined yet."""
 
-_INFO = struct.Struct("<B7xQQq")
+_INFO = struct.Struct("<B3xIQQq")
 _UNKNOWN_OFFSET = -1
 
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """What is known of a stored block. Sizes in bytes; `offset` is a hint where in data.mdb the payload lies."""
+    """What is known of a stored block. Sizes in bytes; `offset` is a hint where in data.mdb the payload lies, `staged`
+    when it was stored, in seconds since 1970, UTC (0: not known): gc may leave young blocks alone."""
 
     codec: int
     raw_size: int
     stored_size: int
     offset: int | None
+    staged: int = 0
 
     def pack(self) -> bytes:
         """The record: 32 bytes, little-endian."""
         offset = _UNKNOWN_OFFSET if self.offset is None else self.offset
-        return _INFO.pack(self.codec, self.raw_size, self.stored_size, offset)
+        return _INFO.pack(self.codec, self.staged, self.raw_size, self.stored_size, offset)
 
     @classmethod
     def unpack(cls, record: bytes | memoryview) -> BlockInfo:
@@ -48,21 +49,13 @@ class BlockInfo:
         """
         if len(record) != _INFO.size:
             raise ValueError(f"a block_info record has {_INFO.size} bytes, not {len(record)}")
-        codec, raw_size, stored_size, offset = _INFO.unpack(record)
-        return cls(codec, raw_size, stored_size, None if offset == _UNKNOWN_OFFSET else offset)
+        codec, staged, raw_size, stored_size, offset = _INFO.unpack(record)
+        return cls(codec, raw_size, stored_size, None if offset == _UNKNOWN_OFFSET else offset, staged)
 
 
 def stats_key(block: BlockId, dtype: str, first_element: int) -> bytes:
     """The key of a block's statistics: they depend on its bytes, its dtype and where in a tensor it lies."""
     return block + bytes([CODES[dtype]]) + first_element.to_bytes(8, "big")
-
-
-def payload_offset(environment: Environment, payload: memoryview) -> int | None:
-    """Where in data.mdb a payload of a read transaction lies."""
-    if not len(payload):
-        return None
-    address = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
-    return environment.file_offset(address)
 
 
 class BlockReader:
@@ -109,7 +102,7 @@ class BlockReader:
         """The statistics records under these keys (see `stats_key`), in order.
 
         Raises:
-            IntegrityError: one is missing.
+            IntegrityError: one is missing or damaged.
         """
         records = []
         with self._environment.read() as txn:
@@ -117,7 +110,7 @@ class BlockReader:
                 record = txn.get("stats", key)
                 if record is None:
                     raise IntegrityError(f"block {key[:16].hex()}: its statistics are missing", block=key[:16].hex())
-                records.append(bytes(record))
+                records.append(unseal(key, record, f"block {key[:16].hex()}: its record of statistics"))
         return records
 
 

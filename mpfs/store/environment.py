@@ -10,18 +10,22 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from types import TracebackType
+from typing import cast
 
 import lmdb
+import numpy as np
 
-from mpfs.errors import IntegrityError, LockedError, MPFSError, NoSpaceError
-
-if TYPE_CHECKING:
-    _Databases: TypeAlias = dict[str, lmdb._Database]
+from mpfs.errors import IntegrityError, LockedError, MPFSError, NoSpaceError, NotARepositoryError
+from mpfs.store.config import Config, Stamp, read_config, stamp, sync_directory
+from mpfs.store.filesystem import mapping_start
+from mpfs.store.locks import opening
+from mpfs.store.pages import check_metas
 
 DATABASES = (
     "blocks",
@@ -45,51 +49,149 @@ _MAX_READERS = 510
 _MIN_FREE = 1 << 20
 """Bytes; a disk with less than this free is full."""
 
+_OPEN_ATTEMPTS = 100
+_RESIZE_SECONDS = 10.0
+
 _registry: dict[str, Environment] = {}
 _registry_lock = threading.Lock()
 
 
-class Environment:
-    """An open LMDB environment. Get one with `Environment.open`; it is shared and safe to use from many threads."""
+class _Handle:
+    """One opening of an LMDB environment. One that has been replaced is closed with its last transaction."""
 
-    def __init__(self, path: Path, map_size: int) -> None:
+    def __init__(self, path: Path, map_size: int, *, create: bool = False) -> None:
         self.path = path
         self.map_size = map_size
+        self.active = 0
+        self.map_start: int | None = None
+        with opening(path):
+            self.env = lmdb.open(
+                str(path),
+                map_size=map_size,
+                max_dbs=len(DATABASES),
+                max_readers=_MAX_READERS,
+                create=create,
+                readahead=False,
+                meminit=False,
+            )
+        try:
+            # A process that was killed while reading pins old pages until somebody clears its slot.
+            self.env.reader_check()
+            self.databases = {name: self.env.open_db(name.encode()) for name in DATABASES}
+            self.fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            self.env.close()
+            raise
+
+    def resize(self, map_size: int) -> None:
+        """Take another map size; no transaction may be open."""
+        self.env.set_mapsize(map_size)
+        self.map_size = map_size
+        self.map_start = None
+
+    def file_offset(self, address: int) -> int | None:
+        """Where in data.mdb the byte at a memory address of the map lies; None where that cannot be told."""
+        if self.map_start is None:
+            self.map_start = mapping_start(self.path / "data.mdb")
+        offset = address - self.map_start
+        return offset if self.map_start and 0 <= offset < self.map_size else None
+
+    def close(self) -> None:
+        os.close(self.fd)
+        try:
+            with opening(self.path):
+                self.env.close()
+        except FileNotFoundError:  # compacted away
+            self.env.close()
+
+
+class Environment:
+    """The open LMDB environment of a repository. Get one with `Environment.open`; it is shared by path within the
+    process, and safe to use from many threads.
+
+    At the start of a transaction it notices that config.json was replaced, by a compaction or because the map was made
+    larger, and follows. Both happen under the exclusive repository lock, so never while somebody writes.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self._references = 0
         self._pid = os.getpid()
         self._active = 0
         self._active_lock = threading.Lock()
-        self._env, self._databases = self._open()
-        self._fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
-        self._map_start: int | None = None
+        self._stamp, self._config, self._handle = self._open()
 
     @classmethod
-    def open(cls, path: Path, map_size: int) -> Environment:
-        """The environment at `path` (a directory), opened if this process has not done so yet."""
-        key = os.path.realpath(path)
+    def open(cls, root: Path) -> Environment:
+        """The environment of the repository at `root`, opened if this process has not done so yet.
+
+        Raises:
+            NotARepositoryError: there is none.
+            IntegrityError: it is damaged, and LMDB could not even open it, or not safely.
+        """
+        key = os.path.realpath(root)
         with _registry_lock:
             environment = _registry.get(key)
             if environment is None:
-                environment = _registry[key] = cls(Path(key), map_size)
+                environment = _registry[key] = cls(Path(key))
             environment._references += 1
             return environment
 
-    def _open(self) -> tuple[lmdb.Environment, _Databases]:
+    @staticmethod
+    def create(path: Path, map_size: int, meta: Mapping[str, str]) -> None:
+        """Make a new LMDB environment in the empty directory `path`, durably, with these `meta` records."""
+        handle = _Handle(path, map_size, create=True)
         try:
-            env = lmdb.open(
-                str(self.path),
-                map_size=self.map_size,
-                max_dbs=len(DATABASES),
-                max_readers=_MAX_READERS,
-                readahead=False,
-                meminit=False,
-            )
-            # A process that was killed while reading pins old pages until somebody clears its slot.
-            env.reader_check()
-            databases = {name: env.open_db(name.encode()) for name in DATABASES}
+            with handle.env.begin(write=True) as txn:
+                for key, value in meta.items():
+                    txn.put(key.encode(), value.encode(), db=handle.databases["meta"])
+            handle.env.sync(True)
+        finally:
+            handle.close()
+        sync_directory(path)
+
+    def _open(self) -> tuple[Stamp, Config, _Handle]:
+        for _ in range(_OPEN_ATTEMPTS):
+            before = stamp(self.root)
+            config = read_config(self.root)
+            handle, failure = self._try_open(config)
+            if stamp(self.root) == before:
+                if handle is None:
+                    raise failure or NotARepositoryError(f"{self.root}: its store is missing")
+                return before, config, handle
+            # Compacted meanwhile: what was opened may be on its way out.
+            if handle is not None:
+                handle.close()
+        raise LockedError(f"{self.root}: is compacted all the time; try again later")
+
+    def _try_open(self, config: Config) -> tuple[_Handle | None, MPFSError | None]:
+        path = self.root / config.store
+        try:
+            check_metas(path / "data.mdb")
+            return _Handle(path, config.map_size), None
+        except (FileNotFoundError, NotADirectoryError):
+            missing = f"{self.root}: its {config.store}/data.mdb is missing"
+            return None, NotARepositoryError(missing, path=str(self.root))
+        except OSError as error:
+            return None, MPFSError(f"{path}: cannot be read: {error.strerror}")
         except lmdb.Error as error:
-            raise self.translate(error) from error
-        return env, databases
+            return None, self.translate(error)
+        except MPFSError as error:
+            return None, error
+
+    @property
+    def _env(self) -> lmdb.Environment:
+        return self._handle.env
+
+    @property
+    def path(self) -> Path:
+        """The directory of the LMDB environment, which a compaction changes."""
+        return self._handle.path
+
+    @property
+    def map_size(self) -> int:
+        """Bytes of address space: the most that the store can grow to."""
+        return self._config.map_size
 
     def close(self) -> None:
         """Give up one reference; the last one closes the environment."""
@@ -97,11 +199,10 @@ class Environment:
             self._references -= 1
             if self._references > 0:
                 return
-            if _registry.get(str(self.path)) is self:
-                del _registry[str(self.path)]
+            if _registry.get(str(self.root)) is self:
+                del _registry[str(self.root)]
             # Still under the lock: LMDB must not see the path opened again before it is closed.
-            self._env.close()
-            os.close(self._fd)
+            self._handle.close()
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -140,18 +241,69 @@ class Environment:
     @contextmanager
     def _transaction(self, *, write: bool) -> Iterator[Transaction]:
         self._reopen_after_fork()
-        with self._active_lock:
-            self._active += 1
+        if stamp(self.root) != self._stamp:
+            self.refresh()
+        handle = self._enter()
         try:
+            txn = self._begin(handle, write)
+            with txn:
+                yield Transaction(txn, handle)
+        finally:
+            self._leave(handle)
+
+    def _enter(self) -> _Handle:
+        with self._active_lock:
+            handle = self._handle
+            # LMDB's map can only be moved while nothing looks into it; until then the old size is as good.
+            if handle.map_size < self._config.map_size and handle.active == 0:
+                handle.resize(self._config.map_size)
+            handle.active += 1
+            self._active += 1
+            return handle
+
+    def _leave(self, handle: _Handle) -> None:
+        with self._active_lock:
+            handle.active -= 1
+            self._active -= 1
+            if handle is not self._handle and handle.active == 0:
+                handle.close()
+
+    def _begin(self, handle: _Handle, write: bool) -> lmdb.Transaction:
+        deadline = time.monotonic() + _RESIZE_SECONDS
+        while True:
             try:
-                txn = self._env.begin(write=write, buffers=True)
+                return handle.env.begin(write=write, buffers=True)
+            except lmdb.MapResizedError as error:
+                # Another process has a larger map and has filled it beyond ours.
+                if time.monotonic() > deadline:
+                    raise LockedError(
+                        f"{self.root}: the store has outgrown this process's map, which cannot be replaced while "
+                        "transactions are open; close and open the repository"
+                    ) from error
+                with self._active_lock:
+                    if handle.active == 1:
+                        handle.resize(max(self._config.map_size, handle.map_size * 2))
+                        continue
             except lmdb.Error as error:
                 raise self.translate(error) from error
-            with txn:
-                yield Transaction(txn, self._databases)
-        finally:
+            time.sleep(0.01)
+
+    def refresh(self) -> None:
+        """Follow config.json: another store after a compaction, a larger map."""
+        with _registry_lock:
+            before = stamp(self.root)
+            config = read_config(self.root)
+            if before == self._stamp:
+                return
+            if config.store == self._config.store:
+                self._stamp, self._config = before, config
+                return
+            old = self._handle
+            found = self._open()
             with self._active_lock:
-                self._active -= 1
+                self._stamp, self._config, self._handle = found
+                if old.active == 0:
+                    old.close()
 
     def _reopen_after_fork(self) -> None:
         if self._pid == os.getpid():
@@ -162,13 +314,12 @@ class Environment:
             if self._active:
                 # Ending a transaction that the parent still uses would free its slot in the shared reader table.
                 raise LockedError(
-                    f"{self.path}: this process was forked in the middle of a transaction and cannot use the "
+                    f"{self.root}: this process was forked in the middle of a transaction and cannot use the "
                     "repository; start workers with the 'spawn' method, or before the repository is used"
                 )
-            self._env.close()
+            self._handle.close()
             self._active_lock = threading.Lock()
-            self._env, self._databases = self._open()
-            self._map_start = None
+            self._stamp, self._config, self._handle = self._open()
             self._pid = os.getpid()
 
     def batches(
@@ -187,34 +338,40 @@ class Environment:
                 yield txn, batch
                 after = batch[-1][0]
 
-    def file_offset(self, address: int) -> int | None:
-        """Where in data.mdb the byte at a memory address of the map lies; None where that cannot be told."""
-        if self._map_start is None:
-            self._map_start = _mapping_start(self.path / "data.mdb")
-        offset = address - self._map_start
-        return offset if self._map_start and 0 <= offset < self.map_size else None
-
     def prefetch(self, offset: int, size: int) -> None:
         """Ask the kernel to read a range of data.mdb in the background."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._handle.fd, offset, size, os.POSIX_FADV_WILLNEED)
 
     def data_size(self) -> int:
         """Bytes of data.mdb."""
-        return os.fstat(self._fd).st_size
+        return os.fstat(self._handle.fd).st_size
+
+    def used_size(self) -> int:
+        """Bytes of data.mdb that are in use; the rest is free for new blocks, and given back by a compaction."""
+        with self.read() as txn:
+            return txn.pages() * self._handle.env.stat()["psize"]
+
+    def copy_compacted(self, directory: Path) -> None:
+        """Write a copy without free pages to `directory`/data.mdb; not synced."""
+        try:
+            self._handle.env.copy(str(directory), compact=True)
+        except lmdb.Error as error:
+            raise self.translate(error, self.used_size()) from error
 
     def translate(self, error: lmdb.Error, needed: int = 0) -> MPFSError:
         """An LMDB error in our words."""
-        where = self.path.parent
+        where = self.root
         if isinstance(error, lmdb.MapFullError):
             return NoSpaceError(
                 f"{where}: the repository's map of {self.map_size:,} bytes is full "
-                f"(about {needed:,} bytes more are needed); nothing was published",
+                f"(about {needed:,} bytes more are needed); nothing was published. Remove what is not needed (mpfs rm, "
+                "mpfs gc), or make the map larger: mpfs gc --map-size",
                 needed=needed,
                 map_size=self.map_size,
             )
         text = str(error)
-        free = shutil.disk_usage(self.path).free
+        free = shutil.disk_usage(self.root).free
         no_space = any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
         # LMDB reports a write that the file system cut short, for want of room, as an I/O error.
         if no_space or (os.strerror(errno.EIO) in text and free < needed + _MIN_FREE):
@@ -231,12 +388,58 @@ class Environment:
         return MPFSError(f"{where}: LMDB: {text}")
 
 
+class StoreCopy:
+    """A store that nobody else knows of yet, while it is being built. Its transactions need not be durable."""
+
+    def __init__(self, path: Path, map_size: int) -> None:
+        self._handle = _Handle(path, map_size)
+
+    def __enter__(self) -> StoreCopy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handle.close()
+
+    @contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """A read transaction."""
+        with self._handle.env.begin(buffers=True) as txn:
+            yield Transaction(txn, self._handle)
+
+    @contextmanager
+    def write(self) -> Iterator[Transaction]:
+        """A write transaction."""
+        with self._handle.env.begin(write=True, buffers=True) as txn:
+            yield Transaction(txn, self._handle)
+
+
 class Transaction:
     """Gets, puts and scans by database name, within one LMDB transaction."""
 
-    def __init__(self, txn: lmdb.Transaction, databases: _Databases) -> None:
+    def __init__(self, txn: lmdb.Transaction, handle: _Handle) -> None:
         self._txn = txn
-        self._databases = databases
+        self._handle = handle
+        self._databases = handle.databases
+
+    @property
+    def number(self) -> int:
+        """LMDB's number of the transaction that made what a reader sees."""
+        return int(self._txn.id())
+
+    @property
+    def path(self) -> Path:
+        """The directory of the LMDB environment that this is a view of."""
+        return self._handle.path
+
+    def file_offset(self, database: str, key: bytes) -> int | None:
+        """Where in data.mdb a value lies, without touching its pages; None where that cannot be told."""
+        with self._txn.cursor(self._databases[database]) as cursor:
+            if not cursor.set_key(key) or not len(cursor.value()):
+                return None
+            address = np.frombuffer(cursor.value(), np.uint8).__array_interface__["data"][0]
+        return self._handle.file_offset(address)
 
     def get(self, database: str, key: bytes) -> memoryview | None:
         """The value, as a buffer that is valid until the transaction ends."""
@@ -290,6 +493,11 @@ class Transaction:
         """Number of keys."""
         return int(self._txn.stat(self._databases[database])["entries"])
 
+    def pages(self) -> int:
+        """Number of pages that hold something."""
+        found = (self._txn.stat(self._databases[name]) for name in DATABASES)
+        return 4 + sum(item["branch_pages"] + item["leaf_pages"] + item["overflow_pages"] for item in found)
+
 
 def _renew_locks() -> None:
     """After a fork: whichever thread held one of these does not exist in the child."""
@@ -300,15 +508,3 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-
-
-def _mapping_start(path: Path) -> int:
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            for line in maps:
-                parts = line.rstrip("\n").split(maxsplit=5)
-                if len(parts) == 6 and parts[5] == str(path) and int(parts[2], 16) == 0:
-                    return int(parts[0].partition("-")[0], 16)
-    except OSError:
-        pass
-    return 0

@@ -67,3 +67,16 @@ def require_free_space(path: Path, needed: int, what: str) -> None:
             needed=needed + _RESERVE,
             free=free,
         )
+
+
+def mapping_start(path: Path) -> int:
+    """The memory address at which this process has mapped the beginning of a file; 0 where that cannot be told."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            for line in maps:
+                parts = line.rstrip("\n").split(maxsplit=5)
+                if len(parts) == 6 and parts[5] == str(path) and int(parts[2], 16) == 0:
+                    return int(parts[0].partition("-")[0], 16)
+    except OSError:
+        pass
+    return 0

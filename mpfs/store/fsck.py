@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from mpfs.errors import IntegrityError, UsageError
-from mpfs.objects import BlobFile, BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor, block_id
+from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor, block_id
 from mpfs.objects.dtypes import CODES
 from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
 from mpfs.objects.progress import Progress
@@ -23,9 +23,11 @@ from mpfs.store.blocks import RAW, BlockInfo, stats_key
 from mpfs.store.environment import Transaction
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import DATABASE_OF, decode_object
+from mpfs.store.pages import verify
 from mpfs.store.reach import Reach
 from mpfs.store.refs import decode_ref, decode_reflog_entry
-from mpfs.store.store import Store
+from mpfs.store.seal import SEAL_SIZE, is_sealed
+from mpfs.store.store import Store, meta_checksum
 
 _BATCH_BYTES = 64 << 20
 _BATCH_OBJECTS = 64
@@ -43,8 +45,14 @@ _SCANNED = (
     "tensors",
     "block_info",
     "stats",
+    "reuse",
 )
 _COUNTED = ("refs", "reflog", "commits", "plans", "runs", "snapshots", "tensors", "blocks", "stats", "bytes")
+
+StatsOf: TypeAlias = Callable[[memoryview, str, int], bytes]
+"""Makes the record of a block's statistics from its bytes, its dtype and the index of its first element."""
+
+_PAGE_ATTEMPTS = 20
 
 _Object = TypeVar("_Object", Commit, Plan, Run, Snapshot, Tensor)
 
@@ -54,8 +62,9 @@ class Problem:
     """One thing that is wrong.
 
     `kind` is a stable word: `missing_X` (it is referred to and not there), `damaged_X` (its bytes are not what its id
-    says, or cannot be read), with X one of meta, ref, reflog, commit, snapshot, plan, run, tensor, block, block_info,
-    stats; `wrong_size`, `wrong_run_index` and `stray_stats`. `object` is the id, or the ref's name.
+    or checksum says, or cannot be read), with X one of meta, ref, reflog, commit, snapshot, plan, run, tensor, block,
+    block_info, stats, reuse, page; `wrong_size`, `wrong_run_index`, `wrong_stats` and `stray_stats`. `object` is the
+    id, or the ref's name. While there is a `damaged_page`, nothing else is looked at: LMDB itself cannot be trusted.
     """
 
     kind: str
@@ -81,28 +90,38 @@ def check(
     *,
     read_data: bool = False,
     subset: float | None = None,
+    since: float | None = None,
+    stats_of: StatsOf | None = None,
     progress: Progress | None = None,
 ) -> FsckReport:
     """Check a store, reading only, under the shared lock: writers may go on, gc waits.
 
     With `read_data` every block is read and hashed, or of all blocks a random share `subset` (0 < subset <= 1), another
-    one each time. `progress` is called with (done, total), in records.
+    one each time; with `since` (seconds since 1970, UTC) only the blocks of younger commits. With `stats_of` the
+    statistics of what is read are computed again. `progress` is called with (done, total), in records.
 
     Raises:
-        UsageError: `subset` is not a share, or was given without `read_data`.
+        UsageError: `subset` is not a share, or it or `since` was given without `read_data`.
         LockedError: a garbage collection is at work and does not end soon.
         IntegrityError: LMDB itself cannot read the file.
     """
     if subset is not None and not (read_data and 0 < subset <= 1):
         raise UsageError("a subset to check is a share of the data, above 0% and up to 100%, and needs the data read")
+    if since is not None and not read_data:
+        raise UsageError("a time since when to check the data needs the data read")
     with repository_lock(store.path / "lock", exclusive=False):
-        return _Check(store, progress).run(subset if subset is not None else float(read_data))
+        share = subset if subset is not None else float(read_data)
+        return Check(store, progress, stats_of, since).run(share)
 
 
 @dataclass
-class _Check:
+class Check:
+    """One check; the caller holds the repository lock."""
+
     store: Store
-    progress: Progress | None
+    progress: Progress | None = None
+    stats_of: StatsOf | None = None
+    since: float | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0))
     problems: dict[tuple[str, str], str] = field(default_factory=dict)
     used_plans: set[ObjectId] = field(default_factory=set)
@@ -111,7 +130,32 @@ class _Check:
     total: int = 0
 
     def run(self, share: float) -> FsckReport:
-        """All checks. What refers comes before what is referred to, so that what writers add meanwhile is no problem."""
+        """All checks, and the data of a share of the blocks."""
+        self._pages()
+        if not self.problems:
+            self._records(share)
+        reach = Reach(self.store, [name for _, name in self.problems])
+        problems = [Problem(kind, name, reach.explain(name, text)) for (kind, name), text in self.problems.items()]
+        return FsckReport(self.counts, tuple(problems))
+
+    def _pages(self) -> None:
+        """LMDB trusts its pages; so they come first."""
+        for attempt in range(_PAGE_ATTEMPTS):
+            try:
+                with self.store.environment.read() as txn:
+                    found = verify(txn.path / "data.mdb", txn.number)
+            except IntegrityError:
+                # Writers may have gone on by two transactions before the meta page was read.
+                if attempt == _PAGE_ATTEMPTS - 1:
+                    raise
+                continue
+            for item in found:
+                where = f" ({item.tree})" if item.tree else ""
+                self._problem("damaged_page", f"page {item.page}{where}", item.detail)
+            return
+
+    def _records(self, share: float) -> None:
+        """All records. What refers comes before what is referred to, so that what writers add meanwhile is no problem."""
         with self.store.environment.read() as txn:
             self.total = sum(txn.count(database) for database in _SCANNED)
             self.total += math.ceil(share * txn.count("block_info"))
@@ -126,11 +170,9 @@ class _Check:
         self._tensors()
         self._blocks()
         self._stats()
+        self._reuse()
         if share:
             self._data(share)
-        reach = Reach(self.store, [name for _, name in self.problems])
-        problems = [Problem(kind, name, reach.explain(name, text)) for (kind, name), text in self.problems.items()]
-        return FsckReport(self.counts, tuple(problems))
 
     def _problem(self, kind: str, name: str, detail: str) -> None:
         self.problems.setdefault((kind, name), detail)
@@ -177,6 +219,10 @@ class _Check:
         for name, value in expected.items():
             if found.get(name.encode()) != value.encode():
                 self._problem("damaged_meta", name, f"is {found.get(name.encode())!r}, was {value!r} when opened")
+        if found.get(b"checksum") != meta_checksum(expected).encode():
+            self._problem("damaged_meta", "checksum", "it does not match the other records")
+        for key in found.keys() - {name.encode() for name in expected} - {b"checksum", b"last_gc"}:
+            self._problem("damaged_meta", key.decode(errors="replace"), "there is no such record")
 
     def _refs(self) -> None:
         for txn, batch in self.store.environment.batches("refs"):
@@ -244,9 +290,7 @@ class _Check:
             for reference in snapshot.references():
                 self._require(txn, "tensors", reference, f"snapshot {identity}")
             for file in snapshot.files:
-                raw = file.content if isinstance(file, BlobFile) else file.header
-                tensors = () if isinstance(file, BlobFile) else file.tensors
-                parts = [self._size(txn, part) for part in (raw, *(tensor for _, tensor in tensors))]
+                parts = [self._size(txn, part) for part in file.references()]
                 if None in parts:
                     continue  # missing or damaged, and reported as that
                 known = [part for part in parts if part is not None]
@@ -271,6 +315,8 @@ class _Check:
     def _tensors(self) -> None:
         places: list[tuple[BlockId, int, bytes, ObjectId]] = []
         for _, identity, tensor in self._objects(Tensor):
+            if tensor.block_size != self.store.info.block_size:
+                self._problem("wrong_size", identity, f"it has blocks of {tensor.block_size:,} bytes, unlike the store")
             for index, (block, size) in enumerate(tensor.sized_blocks()):
                 places.append((block, size, stats_key(block, tensor.dtype, tensor.block_start(index)), identity))
                 if len(places) >= _BATCH_LOOKUPS:
@@ -330,7 +376,18 @@ class _Check:
                     self._problem("damaged_stats", key.hex(), "not a record of a block's statistics")
                 elif not txn.contains("block_info", block) and not txn.contains("blocks", block):
                     self._problem("stray_stats", block.hex(), "statistics of a block that is not there")
+                elif not is_sealed(key, value):
+                    self._problem(
+                        "damaged_stats", block.hex(), "a record of its statistics does not match its checksum"
+                    )
             self._advance(len(batch), "stats")
+
+    def _reuse(self) -> None:
+        for _, batch in self.store.environment.batches("reuse"):
+            for key, value in batch:
+                if not is_sealed(key, value):
+                    self._problem("damaged_reuse", key.hex(), "it does not match its checksum; it is not used")
+            self._advance(len(batch))
 
     def _data(self, share: float) -> None:
         for chosen in self._chosen(share):
@@ -344,11 +401,36 @@ class _Check:
                     found = block_id(payload)
                     if found != block:
                         self._problem("damaged_block", block.hex(), f"its bytes have the id {found.hex()}")
+                    elif self.stats_of is not None:
+                        self._recompute(txn, block, payload, self.stats_of)
             self._advance(len(chosen))
+
+    def _recompute(self, txn: Transaction, block: BlockId, payload: memoryview, stats_of: StatsOf) -> None:
+        for key, value in txn.scan("stats", block):
+            if is_sealed(key, value) and expected_stats(key, payload, stats_of) != bytes(value[:-SEAL_SIZE]):
+                start = int.from_bytes(key[-8:], "big")
+                self._problem("wrong_stats", block.hex(), f"its statistics from element {start} are not what it has")
+
+    def _recent_blocks(self) -> set[BlockId]:
+        """The blocks of commits that are not older than `since`."""
+        counts = dict(self.counts)
+        recent = {commit.snapshot for _, _, commit in self._objects(Commit) if commit.time >= (self.since or 0)}
+        tensors = {
+            tensor
+            for _, identity, snapshot in self._objects(Snapshot)
+            if identity in recent
+            for tensor in snapshot.references()
+        }
+        blocks = {
+            block for _, identity, tensor in self._objects(Tensor) if identity in tensors for block in tensor.blocks
+        }
+        self.counts = counts  # all of these were counted already
+        return blocks
 
     def _chosen(self, share: float) -> Iterator[list[BlockId]]:
         """The blocks to be read, in batches of bounded size."""
         source = random.Random()
+        recent = None if self.since is None else self._recent_blocks()
         with self.store.environment.read() as txn:
             left = txn.count("block_info")
         wanted = math.ceil(share * left)
@@ -361,7 +443,8 @@ class _Check:
                 if share == 1 or source.random() * left < wanted:
                     wanted -= 1
                     info = _info(record)
-                    taken.append((block, 0 if info is None else info.stored_size))
+                    if recent is None or block in recent:
+                        taken.append((block, 0 if info is None else info.stored_size))
                 left -= 1
             for block, size in taken:
                 if chosen and nbytes + size > _BATCH_BYTES:
@@ -371,6 +454,15 @@ class _Check:
                 nbytes += size
         if chosen:
             yield chosen
+
+
+def expected_stats(key: bytes, payload: memoryview, stats_of: StatsOf) -> bytes | None:
+    """What the record of statistics under `key` should be; None if no block has statistics for that place."""
+    names = {code: name for name, code in CODES.items()}
+    try:
+        return stats_of(payload, names[key[BLOCK_ID_SIZE]], int.from_bytes(key[BLOCK_ID_SIZE + 1 :], "big"))
+    except (ValueError, KeyError, IndexError):
+        return None
 
 
 def _info(record: memoryview) -> BlockInfo | None:

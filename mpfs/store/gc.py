@@ -8,6 +8,7 @@ stored commit, snapshot and tensor has all that it refers to, and the next colle
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -16,10 +17,12 @@ from mpfs.errors import IntegrityError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
 from mpfs.objects.ids import BLOCK_ID_SIZE
 from mpfs.store.blocks import BlockInfo
+from mpfs.store.compact import compact_store, remove_leftovers
 from mpfs.store.environment import Transaction
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import DATABASE_OF, decode_object
-from mpfs.store.refs import decode_ref, decode_reflog_entry
+from mpfs.store.refs import QUARANTINE, decode_ref, decode_reflog_entry
+from mpfs.store.seal import SEAL_SIZE
 from mpfs.store.store import Store
 
 DAY_SECONDS = 86400
@@ -78,50 +81,71 @@ class GcPlan:
 class GcResult:
     """What a collection removed, or with `dry_run` would remove. Bytes are stored bytes of blocks.
 
-    The space is free for new blocks; the file does not shrink.
+    The space is free for new blocks; the file shrinks only by compaction. `file_bytes_freed` is by how much it did.
     """
 
     blocks_removed: int
     bytes_removed: int
     objects_removed: int
     dry_run: bool
+    file_bytes_freed: int = 0
 
 
-def plan_gc(store: Store, *, now: int, reflog_days: float = 30.0) -> GcPlan:
+def plan_gc(store: Store, *, now: int, reflog_days: float = 30.0, grace_seconds: float = 0.0) -> GcPlan:
     """What a collection at `now` (seconds since 1970, UTC) would remove.
 
     Kept is what refs, reflog entries younger than `reflog_days` and, from there, parents, inputs and plans reach, and
-    every plan that no commit was ever made of. An older reflog entry goes if one of its commits does.
+    every plan that no commit was ever made of. An older reflog entry goes if one of its commits does. Blocks that were
+    stored in the last `grace_seconds` are kept as well: an import that died can go on with them. Of a commit that fsck
+    has put under `quarantine/`, what is left is kept.
 
     Raises:
         IntegrityError: something that must be kept is missing or damaged, so what it refers to is not known.
         LockedError: a collection is at work and does not end soon.
     """
     with repository_lock(store.path / "lock", exclusive=False):
-        return _plan(store, now - reflog_days * DAY_SECONDS)
+        return _plan(store, now - reflog_days * DAY_SECONDS, _young(now, grace_seconds))
 
 
 def execute_gc(
-    store: Store, *, now: int, reflog_days: float = 30.0, dry_run: bool = False, lock_timeout: float = 10.0
+    store: Store,
+    *,
+    now: int,
+    reflog_days: float = 30.0,
+    grace_seconds: float = 0.0,
+    dry_run: bool = False,
+    compact: bool = False,
+    lock_timeout: float = 10.0,
 ) -> GcResult:
     """Collect: see `plan_gc` for what is removed. It is found and removed under one exclusive lock.
+
+    With `compact` the store is then copied without its free space, which goes back to the file system.
 
     Killed at any instant it leaves a repository that is whole; the next collection goes on. `lock_timeout` in seconds.
 
     Raises:
         IntegrityError: something that must be kept is missing or damaged; nothing was removed.
         LockedError: writers were at work for all of `lock_timeout`.
-        NoSpaceError: there was no room for the few pages that removing takes.
+        NoSpaceError: there was no room for the few pages that removing takes, or for the compacted copy.
     """
+    freed = 0
     if dry_run:
-        plan = plan_gc(store, now=now, reflog_days=reflog_days)
+        plan = plan_gc(store, now=now, reflog_days=reflog_days, grace_seconds=grace_seconds)
     else:
         with repository_lock(store.path / "lock", exclusive=True, timeout=lock_timeout):
             store.environment.catch_up()
-            plan = _plan(store, now - reflog_days * DAY_SECONDS)
+            remove_leftovers(store)
+            plan = _plan(store, now - reflog_days * DAY_SECONDS, _young(now, grace_seconds))
             _execute(store, plan)
             _settle(store, now)
-    return GcResult(len(plan.blocks), plan.nbytes, sum(plan.objects.values()), dry_run)
+            if compact:
+                freed = compact_store(store)
+    return GcResult(len(plan.blocks), plan.nbytes, sum(plan.objects.values()), dry_run, freed)
+
+
+def _young(now: int, grace_seconds: float) -> float:
+    """From when on a block is young, whatever the clocks of writers say if there is no grace."""
+    return now - grace_seconds if grace_seconds > 0 else math.inf
 
 
 @dataclass
@@ -133,9 +157,13 @@ class _Live:
     snapshots: set[bytes] = field(default_factory=set)
     tensors: set[bytes] = field(default_factory=set)
     blocks: set[BlockId] = field(default_factory=set)
+    broken: set[bytes] = field(default_factory=set)
+    """Commits in quarantine: what they alone need, the `remnants`, may be missing or damaged."""
+    remnants: set[bytes] = field(default_factory=set)
+    """Snapshots of broken commits."""
 
 
-def _plan(store: Store, cutoff: float) -> GcPlan:
+def _plan(store: Store, cutoff: float, young: float) -> GcPlan:
     live, old_entries = _mark(store, cutoff)
     reflog = tuple(key for key, commits in old_entries if not live.commits.issuperset(commits))
     commits, runs = _dead_commits(store, live)
@@ -145,7 +173,7 @@ def _plan(store: Store, cutoff: float) -> GcPlan:
     nbytes = 0
     for _, batch in store.environment.batches("block_info"):
         for block, record in batch:
-            if block not in live.blocks:
+            if block not in live.blocks and _staged(record) <= young:
                 blocks.append(block)
                 nbytes += _stored_size(record)
     return GcPlan(reflog, commits, runs, snapshots, tensors, tuple(blocks), nbytes)
@@ -168,11 +196,19 @@ def _mark(store: Store, cutoff: float) -> tuple[_Live, list[tuple[bytes, set[byt
         roots.update(bytes.fromhex(decode_ref(key, bytes(value)).commit) for key, value in batch)
 
     live = _Live()
+    live.broken = {bytes.fromhex(ref.commit) for ref in store.refs.all() if ref.name.startswith(QUARANTINE)}
     _mark_commits(store, live, roots)
-    for snapshot in _load(store, Snapshot, live.snapshots):
+    for snapshot in _load(store, Snapshot, live.snapshots - live.remnants):
         live.tensors.update(map(bytes.fromhex, snapshot.references()))
     for tensor in _load(store, Tensor, live.tensors):
         live.blocks.update(tensor.blocks)
+    # What only broken commits need may be missing; what another commit needs as well may not, and was loaded above.
+    live.snapshots |= live.remnants
+    for _, snapshot in _load_readable(store, Snapshot, {item.hex() for item in live.remnants}):
+        references = {item for item in snapshot.references() if bytes.fromhex(item) not in live.tensors}
+        for _, tensor in _load_readable(store, Tensor, references):
+            live.blocks.update(tensor.blocks)
+        live.tensors.update(map(bytes.fromhex, references))
     return live, old_entries
 
 
@@ -182,7 +218,12 @@ def _mark_commits(store: Store, live: _Live, roots: set[bytes]) -> None:
         live.commits |= front
         following: set[bytes] = set()
         plans: set[bytes] = set()
-        for commit in _load(store, Commit, front):
+        for commit in _load(store, Commit, front & live.broken):
+            live.remnants.add(bytes.fromhex(commit.snapshot))
+            needed = (*commit.parents, *(item.commit for item in commit.inputs))
+            following |= _present(store, "commits", needed)
+            live.plans |= _present(store, "plans", () if commit.plan is None else (commit.plan,))
+        for commit in _load(store, Commit, front - live.broken):
             live.snapshots.add(bytes.fromhex(commit.snapshot))
             following.update(map(bytes.fromhex, commit.parents))
             following.update(bytes.fromhex(item.commit) for item in commit.inputs)
@@ -320,7 +361,7 @@ def _reuse_of(store: Store, blocks: set[BlockId]) -> list[bytes]:
         key
         for _, batch in store.environment.batches("reuse")
         for key, value in batch
-        if any(bytes(value[i : i + BLOCK_ID_SIZE]) in blocks for i in range(0, len(value), BLOCK_ID_SIZE))
+        if any(bytes(value[i : i + BLOCK_ID_SIZE]) in blocks for i in range(0, len(value) - SEAL_SIZE, BLOCK_ID_SIZE))
     ]
 
 
@@ -380,6 +421,13 @@ def _load_readable(store: Store, kind: type[_Object], identities: set[ObjectId])
 def _stored_size(record: memoryview) -> int:
     try:
         return BlockInfo.unpack(record).stored_size
+    except ValueError:
+        return 0
+
+
+def _staged(record: memoryview) -> int:
+    try:
+        return BlockInfo.unpack(record).staged
     except ValueError:
         return 0
 

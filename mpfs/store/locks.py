@@ -9,7 +9,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpfs.errors import LockedError
@@ -33,6 +33,27 @@ def repository_lock(path: Path, *, exclusive: bool, timeout: float = 10.0) -> It
         finally:
             # A process forked meanwhile shares the open file: closing it here would not end the lock.
             fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """Be the only process that opens or closes the LMDB environment in the directory `path`.
+
+    LMDB's first opener fills its shared lock file in while it holds a lock on it. Is it killed before it is done, a
+    second one that waits for that lock takes it for done, counts transactions from 0 and overwrites what is in use.
+    With this, nobody waits there: after a death the next one is the first again.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks; a user has allowed that
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 

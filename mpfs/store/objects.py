@@ -8,6 +8,7 @@ from mpfs.errors import IntegrityError, NotFoundError
 from mpfs.objects import Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
 from mpfs.objects.ids import is_object_id
 from mpfs.store.environment import Environment, Transaction
+from mpfs.store.validate import validate
 
 
 class StoredObject(Protocol):
@@ -86,6 +87,8 @@ def decode_object(kind: type[_T], identity: ObjectId, data: bytes) -> _T:
     if object_id(data) != identity:
         raise IntegrityError(f"{name} {identity} is damaged: its bytes do not match its id", id=identity)
     try:
-        return kind.decode(data)
-    except ValueError as error:
+        item = kind.decode(data)
+        validate(item)
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise IntegrityError(f"{name} {identity} is malformed: {error}", id=identity) from error
+    return item

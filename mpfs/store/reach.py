@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from mpfs.errors import IntegrityError
-from mpfs.objects import BlobFile, Commit, Plan, Run, Snapshot, Tensor
+from mpfs.objects import Commit, Plan, Run, Snapshot, Tensor
 from mpfs.objects.ids import BLOCK_ID_SIZE
 from mpfs.store.objects import DATABASE_OF, decode_object
 from mpfs.store.refs import decode_ref, decode_reflog_entry
@@ -81,7 +81,7 @@ class Reach:
                 self._up[block.hex()].add(identity)
         elif isinstance(item, Snapshot):
             names = [(tensor, name) for name, tensor in item.tensors.items()]
-            names += [(file.content if isinstance(file, BlobFile) else file.header, file.path) for file in item.files]
+            names += [(part, file.path) for file in item.files for part in file.references()]
             for tensor, name in names:
                 if tensor in self._affected:
                     self._tensor_names.setdefault(tensor, name)

@@ -12,12 +12,16 @@ from mpfs.objects import ObjectId
 from mpfs.objects.encoding import decode, encode
 from mpfs.objects.ids import is_object_id
 from mpfs.store.environment import Environment, Transaction
+from mpfs.store.seal import seal, unseal
 
 RefKind: TypeAlias = Literal["branch", "tag"]
 
 _KINDS: dict[RefKind, bytes] = {"branch": b"b", "tag": b"t"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 _MAX_LENGTH = 200
+
+QUARANTINE = "quarantine/"
+"""What the names of the refs begin with that `fsck --repair` gives to broken commits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def set_ref(
     else:
         if current is None:
             _refuse_nesting(txn, name)
-        txn.put("refs", key, _KINDS[kind] + bytes.fromhex(commit))
+        txn.put("refs", key, seal(key, _KINDS[kind] + bytes.fromhex(commit)))
     _append_log(txn, name, ReflogEntry(name, 0, expected, commit, time, author, reason))
 
 
@@ -131,7 +135,8 @@ def _append_log(txn: Transaction, name: str, entry: ReflogEntry) -> None:
         "author": entry.author,
         "reason": entry.reason,
     }
-    txn.put("reflog", prefix + sequence.to_bytes(8, "big"), encode(value))
+    key = prefix + sequence.to_bytes(8, "big")
+    txn.put("reflog", key, seal(key, encode(value)))
 
 
 class RefReader:
@@ -184,12 +189,13 @@ def _scan_log(txn: Transaction, prefix: bytes) -> Iterator[ReflogEntry]:
         yield decode_reflog_entry(key, bytes(data))
 
 
-def decode_reflog_entry(key: bytes, data: bytes) -> ReflogEntry:
-    """Read a reflog record.
+def decode_reflog_entry(key: bytes, stored: bytes) -> ReflogEntry:
+    """Read a reflog record, as it is stored.
 
     Raises:
         IntegrityError: it is not one.
     """
+    data = unseal(key, stored, f"reflog entry {key!r}")
     name, separator, sequence = key.partition(b"\0")
     try:
         value = decode(data, "reflog")
@@ -210,12 +216,13 @@ def decode_reflog_entry(key: bytes, data: bytes) -> ReflogEntry:
     return entry
 
 
-def decode_ref(key: bytes, value: bytes) -> Ref:
-    """Read a ref's record.
+def decode_ref(key: bytes, stored: bytes) -> Ref:
+    """Read a ref's record, as it is stored.
 
     Raises:
         IntegrityError: it is not one.
     """
+    value = unseal(key, stored, f"ref {key.decode(errors='replace')}")
     kinds = {code: kind for kind, code in _KINDS.items()}
     try:
         name = check_ref_name(key.decode())

@@ -11,7 +11,8 @@ import hashlib
 from mpfs.objects import BlockId
 from mpfs.objects.encoding import Json, encode
 from mpfs.objects.ids import BLOCK_ID_SIZE
-from mpfs.store.environment import Environment
+from mpfs.store.environment import Environment, Transaction
+from mpfs.store.seal import SEAL_SIZE, is_sealed
 
 
 def reuse_key(value: Json) -> bytes:
@@ -28,10 +29,9 @@ class ReuseTable:
     def blocks(self, key: bytes) -> tuple[BlockId, ...] | None:
         """The output blocks that were stored under `key`, if all of them are still there."""
         with self._environment.read() as txn:
-            value = txn.get("reuse", key)
-            if value is None:
+            raw = _payload(txn, key)
+            if raw is None:
                 return None
-            raw = bytes(value)
             blocks = tuple(raw[i : i + BLOCK_ID_SIZE] for i in range(0, len(raw), BLOCK_ID_SIZE))
             if all(txn.contains("block_info", block) for block in blocks):
                 return blocks
@@ -40,5 +40,10 @@ class ReuseTable:
     def value(self, key: bytes) -> bytes | None:
         """The bytes that were stored under `key`."""
         with self._environment.read() as txn:
-            value = txn.get("reuse", key)
-            return None if value is None else bytes(value)
+            return _payload(txn, key)
+
+
+def _payload(txn: Transaction, key: bytes) -> bytes | None:
+    """What is stored under a key; a damaged entry is as good as none."""
+    value = txn.get("reuse", key)
+    return bytes(value[:-SEAL_SIZE]) if value is not None and is_sealed(key, value) else None

@@ -1,27 +1,36 @@
 """A repository's directory on disk: its config, its lock and its LMDB environment, opened together.
 
 .mpfs/
-  config.json     format version and map size
+  config.json     format version, map size, and which directory holds the LMDB environment
   lock            the repository lock (flock)
-  store/          the LMDB environment: data.mdb, lock.mdb
+  store/          the LMDB environment: data.mdb, lock.mdb (store-1/ after a compaction, and so on)
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from mpfs.errors import MPFSError, NotARepositoryError, UnsupportedFormatError, UsageError
+import xxhash
+
+from mpfs.errors import LockedError, NotARepositoryError, UnsupportedFormatError, UsageError
 from mpfs.objects import ObjectId, Plan
 from mpfs.store.blocks import BlockReader
+from mpfs.store.config import (
+    DEFAULT_MAP_SIZE,
+    FORMAT_VERSION,
+    MAX_MAP_SIZE,
+    Config,
+    read_config,
+    sync_directory,
+    write_config,
+)
 from mpfs.store.environment import Environment
 from mpfs.store.filesystem import refuse_network_file_system
 from mpfs.store.locks import repository_lock
@@ -30,13 +39,13 @@ from mpfs.store.refs import RefKind, RefReader, set_ref
 from mpfs.store.reuse import ReuseTable
 from mpfs.store.writer import Writer
 
-FORMAT_VERSION = 1
+__all__ = ["DEFAULT_BLOCK_SIZE", "DEFAULT_MAP_SIZE", "FORMAT_VERSION", "Store", "StoreInfo"]
+
 HASH_NAME = "xxh3-128"
 DEFAULT_BLOCK_SIZE = 1 << 20
 MIN_BLOCK_SIZE = 4096
 MAX_BLOCK_SIZE = 64 << 20
-DEFAULT_MAP_SIZE = 1 << 40
-"""Bytes of address space for LMDB's map. It is sparse: the file grows only with what is stored."""
+_MAP_UNIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ class Store:
             UsageError: the path is taken, or the block size is not a power of two between 4 KiB and 64 MiB.
             NotARepositoryError: the path lies on a network file system and that was not allowed.
         """
-        if not (MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE) or block_size & (block_size - 1):
+        if not _possible(block_size):
             raise UsageError(
                 f"block size {block_size:,}: must be a power of two between {MIN_BLOCK_SIZE:,} and {MAX_BLOCK_SIZE:,} bytes"
             )
@@ -88,35 +97,21 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not allow_network_file_system:
             refuse_network_file_system(path.parent)
-        # Made aside and renamed, so that a repository is either whole or not there.
+        # Made aside and renamed, so that a repository is either whole or not there; and synced, so that a power loss
+        # cannot take it away once something was published in it.
         building = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         try:
             os.chmod(building, 0o777 & ~_umask())
-            info = StoreInfo(FORMAT_VERSION, block_size, HASH_NAME, str(uuid.uuid4()))
-            (building / "store").mkdir()
+            config = Config(FORMAT_VERSION, map_size, allow_network_file_system)
+            (building / config.store).mkdir()
             (building / "lock").touch()
-            environment = Environment.open(building / "store", map_size)
-            try:
-                with environment.write() as txn:
-                    for key, value in (
-                        (b"format_version", str(info.format_version)),
-                        (b"block_size", str(info.block_size)),
-                        (b"hash_name", info.hash_name),
-                        (b"uuid", info.uuid),
-                    ):
-                        txn.put("meta", key, value.encode())
-            finally:
-                environment.close()
-            config = {
-                "format_version": FORMAT_VERSION,
-                "map_size": map_size,
-                "allow_network_file_system": allow_network_file_system,
-            }
-            (building / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            Environment.create(building / config.store, map_size, _new_meta(block_size))
+            write_config(building, config)
             try:
                 os.rename(building, path)
             except OSError as error:
                 raise UsageError(f"{path}: the path is taken: {error.strerror}") from error
+            sync_directory(path.parent)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
@@ -131,10 +126,9 @@ class Store:
             UnsupportedFormatError: it was made by a newer MPFS.
         """
         path = Path(os.path.abspath(path))
-        config = _read_config(path)
-        if not config.get("allow_network_file_system", False):
+        if not read_config(path).allow_network_file_system:
             refuse_network_file_system(path)
-        environment = Environment.open(path / "store", int(config.get("map_size", DEFAULT_MAP_SIZE)))
+        environment = Environment.open(path)
         try:
             return cls(path, environment, _read_info(path, environment))
         except BaseException:
@@ -148,14 +142,38 @@ class Store:
             self.environment.close()
 
     @contextmanager
-    def writer(self) -> Iterator[Writer]:
-        """A writer, under the shared repository lock.
+    def writer(self, needed: int = 0) -> Iterator[Writer]:
+        """A writer, under the shared repository lock. `needed` is about how many bytes it will write, if that is known.
+
+        A map that is almost full is made larger first, if nobody else is at work.
 
         Raises:
             LockedError: a garbage collection is at work and does not end soon.
         """
+        wanted = (self.environment.used_size() + needed) * 10 // 9
+        if wanted > self.environment.map_size:
+            with suppress(LockedError):
+                self.grow_map(2 * wanted, timeout=0)
         with repository_lock(self.path / "lock", exclusive=False), Writer(self.environment) as writer:
             yield writer
+
+    def grow_map(self, map_size: int, *, timeout: float = 10.0) -> int:
+        """Make LMDB's map at least `map_size` bytes; what it is then. Other processes follow at their next transaction.
+
+        Raises:
+            UsageError: no process could have so large a map.
+            LockedError: writers were at work for all of `timeout` seconds.
+        """
+        if map_size > MAX_MAP_SIZE:
+            raise UsageError(f"a map of {map_size:,} bytes cannot be: at most {MAX_MAP_SIZE:,}")
+        # Under the exclusive lock nobody writes: two processes that write with maps of two sizes tear the file.
+        with repository_lock(self.path / "lock", exclusive=True, timeout=timeout):
+            config = read_config(self.path)
+            if map_size > config.map_size:
+                pages = -(-map_size // _MAP_UNIT) * _MAP_UNIT
+                write_config(self.path, replace(config, map_size=pages))
+                self.environment.refresh()
+        return self.environment.map_size
 
     def put_plan(self, plan: Plan) -> ObjectId:
         """Keep a plan that was not run; its id."""
@@ -170,43 +188,42 @@ class Store:
             set_ref(txn, name, commit, expected=expected, kind=kind, time=time, author=author, reason=reason)
 
 
+def _possible(block_size: int) -> bool:
+    return MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE and not block_size & (block_size - 1)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        text = (path / "config.json").read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotARepositoryError(
-            f"{path}: not an MPFS repository; make one with 'mpfs init'", path=str(path)
-        ) from None
-    except OSError as error:
-        raise MPFSError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        config = json.loads(text)
-        version = int(config["format_version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise NotARepositoryError(f"{path}/config.json: not a repository's config: {error!r}") from error
-    if version > FORMAT_VERSION:
-        raise UnsupportedFormatError(
-            f"{path}: format version {version} is newer than this MPFS understands ({FORMAT_VERSION}); upgrade mpfs",
-            format_version=version,
-        )
-    if not (path / "store" / "data.mdb").exists():
-        raise NotARepositoryError(f"{path}: its store/data.mdb is missing", path=str(path))
-    return dict(config)
+def _new_meta(block_size: int) -> dict[str, str]:
+    values = {
+        "format_version": str(FORMAT_VERSION),
+        "block_size": str(block_size),
+        "hash_name": HASH_NAME,
+        "uuid": str(uuid.uuid4()),
+    }
+    return {**values, "checksum": meta_checksum(values)}
+
+
+def meta_checksum(values: Mapping[str, str]) -> str:
+    """The checksum that the meta database holds of what does not change in it."""
+    text = "".join(f"{name}={values.get(name, '')}\n" for name in ("format_version", "block_size", "hash_name", "uuid"))
+    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def _read_info(path: Path, environment: Environment) -> StoreInfo:
     with environment.read() as txn:
-        values = {key.decode(): bytes(value).decode() for key, value in txn.scan("meta")}
+        found = {bytes(key): bytes(value) for key, value in txn.scan("meta")}
     try:
+        values = {key.decode(): value.decode() for key, value in found.items()}
         info = StoreInfo(int(values["format_version"]), int(values["block_size"]), values["hash_name"], values["uuid"])
     except (KeyError, ValueError) as error:
         raise NotARepositoryError(f"{path}: the store has no valid meta record: {error!r}") from error
+    if not _possible(info.block_size):
+        raise NotARepositoryError(f"{path}: the store has no valid meta record: blocks of {info.block_size:,} bytes")
     if info.format_version > FORMAT_VERSION or info.hash_name != HASH_NAME:
         raise UnsupportedFormatError(
             f"{path}: format {info.format_version} with {info.hash_name} blocks is not understood by this MPFS"

@@ -7,18 +7,20 @@ that hashing and computing go on meanwhile; at most two batches are in memory at
 from __future__ import annotations
 
 import threading
+import time as clock
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from mpfs.errors import IntegrityError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
 from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
-from mpfs.store.blocks import RAW, BlockInfo, payload_offset, stats_key
+from mpfs.store.blocks import RAW, BlockInfo, stats_key
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.objects import put_object
 from mpfs.store.refs import RefKind, set_ref
+from mpfs.store.seal import seal
 
 BATCH_BYTES = 64 << 20
 """Payload bytes of one write transaction: its pages are held in memory until they are synced."""
@@ -76,6 +78,9 @@ class Writer:
         self._submit_lock = threading.Lock()
         self._failure: BaseException | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="mpfs-writer")
+        # Started here and not with the first batch: a KeyboardInterrupt in the middle of starting a thread leaves one
+        # that `shutdown` does not know of, and that would hold its write transaction when the environment is closed.
+        self._executor.submit(int).result()
         self._in_flight: Future[None] | None = None
         self._unplaced: list[BlockId] = []
         self.figures = WriteFigures()
@@ -204,7 +209,7 @@ class Writer:
                 else:
                     figures.deduplicated_blocks += 1
             for key, value in batch.reuse:
-                txn.put("reuse", key, value)
+                txn.put("reuse", key, seal(key, value))
         self._unplaced = placed
         self.figures.new_blocks += figures.new_blocks
         self.figures.deduplicated_blocks += figures.deduplicated_blocks
@@ -213,19 +218,19 @@ class Writer:
     def _place(self, txn: Transaction) -> None:
         """Note where the previous batch's payloads lie in the file, which is known only once they are committed."""
         unplaced, self._unplaced = self._unplaced, []
-        record_offsets(self._environment, txn, unplaced)
+        record_offsets(txn, unplaced)
 
 
-def record_offsets(environment: Environment, txn: Transaction, blocks: Sequence[BlockId]) -> None:
+def record_offsets(txn: Transaction, blocks: Sequence[BlockId]) -> None:
     """Write the offset hints of blocks that an earlier transaction has committed."""
     for block in blocks:
-        payload, record = txn.get("blocks", block), txn.get("block_info", block)
-        if payload is None or record is None:
+        record = txn.get("block_info", block)
+        if record is None:
             continue
         info = BlockInfo.unpack(record)
-        offset = payload_offset(environment, payload)
+        offset = txn.file_offset("blocks", block)
         if offset != info.offset:
-            txn.put("block_info", block, BlockInfo(info.codec, info.raw_size, info.stored_size, offset).pack())
+            txn.put("block_info", block, replace(info, offset=offset).pack())
 
 
 def _require_blocks(txn: Transaction, tensor: Tensor) -> None:
@@ -263,7 +268,7 @@ def _put_block(txn: Transaction, staged: StagedBlock) -> bool:
     if existing is None:
         size = len(staged.data)
         txn.put("blocks", staged.block, staged.data)
-        txn.put("block_info", staged.block, BlockInfo(RAW, size, size, None).pack())
+        txn.put("block_info", staged.block, BlockInfo(RAW, size, size, None, int(clock.time())).pack())
     elif bytes(existing) != staged.data:
         # XXH3 is fast, not collision resistant: an id alone never makes two blocks the same.
         raise IntegrityError(
@@ -272,6 +277,8 @@ def _put_block(txn: Transaction, staged: StagedBlock) -> bool:
             block=staged.block.hex(),
         )
     elif not txn.contains("block_info", staged.block):
-        txn.put("block_info", staged.block, BlockInfo(RAW, len(staged.data), len(staged.data), None).pack())
-    txn.put("stats", stats_key(staged.block, staged.dtype, staged.first_element), staged.stats)
+        size = len(staged.data)
+        txn.put("block_info", staged.block, BlockInfo(RAW, size, size, None, int(clock.time())).pack())
+    key = stats_key(staged.block, staged.dtype, staged.first_element)
+    txn.put("stats", key, seal(key, staged.stats))
     return new

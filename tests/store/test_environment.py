@@ -133,7 +133,12 @@ def test_a_view_is_one_batch_without_copies(store: Store) -> None:
 
 
 def test_block_info_packs_and_unpacks() -> None:
-    for info in (BlockInfo(0, 1, 2, None), BlockInfo(255, 1 << 40, 1 << 63, 0), BlockInfo(1, 0, 0, 1 << 50)):
+    for info in (
+        BlockInfo(0, 1, 2, None),
+        BlockInfo(0, 1, 2, 3, 1_800_000_000),
+        BlockInfo(255, 1 << 40, 1 << 63, 0),
+        BlockInfo(1, 0, 0, 1 << 50),
+    ):
         assert len(info.pack()) == 32
         assert BlockInfo.unpack(info.pack()) == info
     with pytest.raises(ValueError, match="32 bytes"):

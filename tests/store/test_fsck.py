@@ -11,6 +11,7 @@ from mpfs.errors import UsageError
 from mpfs.objects import Commit, ObjectId, Snapshot, Tensor, object_id
 from mpfs.store import BlockInfo, Store, check, stats_key
 from mpfs.store.environment import Transaction
+from mpfs.store.seal import seal
 
 pytest_plugins = ["store_fixtures"]
 
@@ -62,8 +63,39 @@ def put(database: str, key: bytes | str, value: bytes) -> Damage:
     return damage
 
 
+def put_sealed(database: str, key: bytes | str, value: bytes) -> Damage:
+    def damage(txn: Transaction, parts: Parts) -> None:
+        place = key if isinstance(key, bytes) else parts.key(key)
+        txn.put(database, place, seal(place, value))
+
+    return damage
+
+
+def rename_ref(txn: Transaction, parts: Parts) -> None:
+    value = bytes(txn.get("refs", b"base") or b"")
+    txn.delete("refs", b"base")
+    txn.put("refs", b"basf", value)
+
+
 def delete_stats(txn: Transaction, parts: Parts) -> None:
     assert txn.delete("stats", stats_key(parts.block, "F32", 0))
+
+
+def flip_stats(txn: Transaction, parts: Parts) -> None:
+    key = stats_key(parts.block, "F32", 0)
+    value = bytearray(txn.get("stats", key) or b"")
+    value[10] ^= 4
+    txn.put("stats", key, bytes(value))
+
+
+def flip_log(txn: Transaction, parts: Parts) -> None:
+    key, value = next(iter(txn.scan("reflog", b"base\0")))
+    txn.put("reflog", key, bytes(value).replace(b"tester", b"testes"))
+
+
+def odd_blocks(txn: Transaction, parts: Parts) -> None:
+    encoded = Tensor("U8", (100,), 64, (b"b" * 16, b"c" * 16)).encode()
+    txn.put("tensors", bytes.fromhex(object_id(encoded)), encoded)
 
 
 def shorten_block(txn: Transaction, parts: Parts) -> None:
@@ -100,7 +132,7 @@ def commit_with_odd_ids(txn: Transaction, parts: Parts) -> None:
 
 def log_to_nowhere(txn: Transaction, parts: Parts) -> None:
     key, value = next(iter(txn.scan("reflog", b"base\0")))
-    txn.put("reflog", key, bytes(value).replace(parts.base.encode(), b"0" * 64))
+    txn.put("reflog", key, seal(key, bytes(value)[:-8].replace(parts.base.encode(), b"0" * 64)))
 
 
 CASES: list[tuple[str, Damage, str, str | None]] = [
@@ -125,20 +157,27 @@ CASES: list[tuple[str, Damage, str, str | None]] = [
     ("commit flipped", flip("commits", "base"), "damaged_commit", "base"),
     ("commit deleted", delete("commits", "base"), "missing_commit", "base"),
     ("commit malformed", malformed_commit, "damaged_commit", None),
-    ("commit with odd ids", commit_with_odd_ids, "missing_snapshot", None),
+    ("commit with odd ids", commit_with_odd_ids, "damaged_commit", None),
     ("plan flipped", flip("plans", "plan"), "damaged_plan", "plan"),
     ("plan deleted", delete("plans", "plan"), "missing_plan", "plan"),
     ("run flipped", flip("runs", "run"), "damaged_run", "run"),
     ("run deleted", delete("runs", "run"), "missing_run", "run"),
     ("run of another commit", other_run, "wrong_run_index", "base"),
     ("run without index", no_index, "wrong_run_index", "merged"),
-    ("ref to nowhere", put("refs", b"lost", b"b" + b"\1" * 32), "missing_commit", None),
+    ("stats flipped", flip_stats, "damaged_stats", "block"),
+    ("reuse entry flipped", put("reuse", b"r" * 32, b"{}" + bytes(8)), "damaged_reuse", None),
+    ("blocks of another size", odd_blocks, "wrong_size", None),
+    ("ref renamed", rename_ref, "damaged_ref", None),
+    ("ref to nowhere", put_sealed("refs", b"lost", b"b" + b"\1" * 32), "missing_commit", None),
     ("ref too short", put("refs", b"base", b"b"), "damaged_ref", None),
-    ("ref of no kind", put("refs", b"base", b"x" * 33), "damaged_ref", None),
-    ("ref of an odd name", put("refs", b"\xff", b"b" * 33), "damaged_ref", None),
-    ("log entry unreadable", put("reflog", b"base\0" + bytes(8), b"?"), "damaged_reflog", None),
-    ("log entry of an odd key", put("reflog", b"base", b"{}"), "damaged_reflog", None),
+    ("ref of no kind", put_sealed("refs", b"base", b"x" * 33), "damaged_ref", None),
+    ("ref of an odd name", put_sealed("refs", b"\xff", b"b" * 33), "damaged_ref", None),
+    ("log entry unreadable", put_sealed("reflog", b"base\0" + bytes(8), b"?"), "damaged_reflog", None),
+    ("log entry of an odd key", put_sealed("reflog", b"base", b"{}"), "damaged_reflog", None),
     ("log entry to nowhere", log_to_nowhere, "missing_commit", None),
+    ("log entry flipped", flip_log, "damaged_reflog", None),
+    ("meta checksum", put("meta", b"checksum", b"?"), "damaged_meta", None),
+    ("meta of no sense", put("meta", b"colour", b"blue"), "damaged_meta", None),
     ("meta changed", put("meta", b"uuid", b"?"), "damaged_meta", None),
 ]
 

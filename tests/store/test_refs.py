@@ -10,6 +10,7 @@ from store_helpers import NOW, data, publish, remove
 from mpfs.errors import IntegrityError, NotFoundError, RefConflictError, UsageError
 from mpfs.store import Store, check_ref_name
 from mpfs.store.refs import RefKind, decode_ref, decode_reflog_entry, set_ref
+from mpfs.store.seal import seal
 
 pytest_plugins = ["store_fixtures"]
 
@@ -122,6 +123,8 @@ def test_the_log_keeps_its_order_past_256_moves(store: Store) -> None:
 @pytest.mark.parametrize("value", [b"", b"b", b"x" + bytes(32), b"b" + bytes(33)])
 def test_a_damaged_ref_is_an_integrity_error(value: bytes) -> None:
     with pytest.raises(IntegrityError):
+        decode_ref(b"main", seal(b"main", value))
+    with pytest.raises(IntegrityError, match="damaged"):
         decode_ref(b"main", value)
 
 
@@ -139,4 +142,6 @@ def test_a_damaged_ref_is_an_integrity_error(value: bytes) -> None:
 )
 def test_a_damaged_log_entry_is_an_integrity_error(key: bytes, value: bytes) -> None:
     with pytest.raises(IntegrityError):
+        decode_reflog_entry(key, seal(key, value))
+    with pytest.raises(IntegrityError, match="checksum"):
         decode_reflog_entry(key, value)
