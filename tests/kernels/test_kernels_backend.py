@@ -11,13 +11,17 @@ from typing import Any
 import numba  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from mpfs.merge.kernels import backend, compiled
+from mpfs.merge.kernels import backend, dispatch
 
 
-def python(program: str, **environment: str) -> str:
+def python(program: str, *arguments: str, **environment: str) -> str:
     """What a fresh interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, env={**environment}, check=False
+        [sys.executable, "-W", "error", "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        env={**environment},
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -25,7 +29,7 @@ def python(program: str, **environment: str) -> str:
 
 def test_warm_up_compiles_everything() -> None:
     assert backend.warm_up(["BF16"])
-    assert {name for name, dtype in compiled.COMPILED if dtype == "BF16"} == set(compiled.NAMES)
+    assert {name for name, dtype in dispatch.COMPILED if dtype == "BF16"} == set(dispatch.NAMES)
 
 
 def test_without_numba_there_are_none() -> None:
@@ -43,8 +47,8 @@ def test_a_numba_that_cannot_compile_is_told_and_not_used(monkeypatch: pytest.Mo
     def broken(name: str, dtype: str) -> Any:
         raise RuntimeError("no such machine")
 
-    monkeypatch.setattr(compiled, "COMPILED", {})
-    monkeypatch.setattr(compiled, "kernel", broken)
+    monkeypatch.setattr(dispatch, "COMPILED", {})
+    monkeypatch.setattr(dispatch, "kernel", broken)
     with pytest.warns(RuntimeWarning, match="no such machine"):
         assert backend._choose() is None
 
@@ -60,15 +64,36 @@ def test_without_a_cache_on_disk_it_compiles_all_the_same(monkeypatch: pytest.Mo
         return right(*arguments, **options)  # type: ignore[no-any-return,unused-ignore]
 
     monkeypatch.setattr(numba, "njit", without_cache)
-    monkeypatch.setattr(compiled, "COMPILED", {})
-    compiled.kernel("find_equal", "BF16")
+    monkeypatch.setattr(dispatch, "COMPILED", {})
+    dispatch.kernel("find_equal", "BF16")
     assert asked[:2] == [True, False]
 
 
 def test_the_cache_is_used(tmp_path: Path) -> None:
     program = (
-        "from mpfs.merge.kernels import compiled; k = compiled.kernel('linear', 'BF16'); "
+        "from mpfs.merge.kernels import dispatch; k = dispatch.kernel('linear', 'BF16'); "
         "print(sum(k.stats.cache_hits.values()), sum(k.stats.cache_misses.values()))"
     )
     assert python(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1"
     assert python(program, NUMBA_CACHE_DIR=str(tmp_path)) == "1 0"
+
+
+def test_float16_without_the_processors_conversions(tmp_path: Path) -> None:
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np, torch
+from mpfs.merge.kernels import compiled
+compiled._CONVERTS = False
+import kernel_cases as cases
+everything = np.arange(65536, dtype=np.uint16).view(np.int16)
+generator = np.random.default_rng(3)
+base, second = generator.permutation(everything), generator.permutation(everything)
+for method in ("linear", "task_arithmetic", "ties"):
+    for weight in (1.0, 0.3, -1e-3):
+        values = cases.parameters([weight, 0.5], [0.4, 1.0])
+        columns = cases.Columns(base, [everything, second], [1024])
+        cases.check(method, cases.context(65536, 2, torch.float16), values, columns)
+print("same")
+"""
+    assert python(program, str(Path(__file__).parent), NUMBA_CACHE_DIR=str(tmp_path)) == "same"

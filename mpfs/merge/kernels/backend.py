@@ -26,13 +26,14 @@ _chosen: Kernels | None = None
 class Kernels:
     """The kernels, for callers that have arrays. Safe to use from several threads; none holds the interpreter lock."""
 
-    def __init__(self, compiled: ModuleType) -> None:
+    def __init__(self, compiled: ModuleType, dispatch: ModuleType) -> None:
         self._compiled = compiled
+        self._dispatch = dispatch
         self._compiling = threading.Lock()
 
     def compile(self, dtype: str) -> None:
         """Compile everything for one dtype, or load it from numba's cache."""
-        for name in self._compiled.NAMES:
+        for name in self._dispatch.NAMES:
             self._kernel(name, dtype)
 
     def task_vector(
@@ -148,10 +149,10 @@ class Kernels:
         )
 
     def _kernel(self, name: str, dtype: str) -> Callable[..., Any]:
-        found: Callable[..., Any] | None = self._compiled.COMPILED.get((name, dtype))
+        found: Callable[..., Any] | None = self._dispatch.COMPILED.get((name, dtype))
         if found is None:
             with self._compiling:
-                found = self._compiled.kernel(name, dtype)
+                found = self._dispatch.kernel(name, dtype)
         return found
 
 
@@ -184,9 +185,9 @@ def _choose() -> Kernels | None:
 
         if getattr(numba.config, "DISABLE_JIT", False):
             return None
-        from mpfs.merge.kernels import compiled
+        from mpfs.merge.kernels import compiled, dispatch
 
-        found = Kernels(compiled)
+        found = Kernels(compiled, dispatch)
         found.compile("BF16")
     except ImportError:
         return None

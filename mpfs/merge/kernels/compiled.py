@@ -15,11 +15,14 @@ All helpers and constants are written in this one file, since numba's cache cann
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding as llvm  # type: ignore[import-untyped,unused-ignore]
 import numba  # type: ignore[import-untyped,unused-ignore]  # old versions ship no types
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
 from numba import carray, types  # type: ignore[import-untyped,attr-defined,unused-ignore]
 from numba.extending import (  # type: ignore[import-untyped,unused-ignore]
     intrinsic,
@@ -82,6 +85,36 @@ def _fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
+@_intrinsic
+def _narrowed(typing: Any, x: Any) -> Any:
+    """A float32 as the bits of a float16, by the processor's conversion, to nearest even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@_intrinsic
+def _widened(typing: Any, bits: Any) -> Any:
+    """The inverse of `_narrowed`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+def _converts_halves() -> bool:
+    """Whether the processor has instructions for that; without them LLVM calls functions that may not be there."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return True
+    return bool(llvm.get_host_cpu_features().get("f16c"))
+
+
+_CONVERTS = _converts_halves()
+
+
 @_inline
 def _float(bits: Any) -> Any:
     return np.uint32(bits).view(np.float32)
@@ -112,6 +145,8 @@ def _wide_of(bits: Any) -> Any:
     if bits == types.uint16:
         return lambda bits: _float(np.uint32(bits) << np.uint32(16))
     if bits == types.int16:
+        if _CONVERTS:
+            return lambda bits: _widened(np.uint16(bits))
         return lambda bits: _wide_f16(bits)
     return lambda bits: _float(bits)
 
@@ -138,6 +173,8 @@ def _magnitude_of(x: Any, like: Any) -> Any:
     if like.dtype == types.uint16:
         return lambda x, like: min(np.uint32((_pattern(x) >> np.uint32(16)) & np.uint32(0x7FFF)), np.uint32(0x7F81))
     if like.dtype == types.int16:
+        if _CONVERTS:
+            return lambda x, like: min(np.uint32(_narrowed(x) & np.uint16(0x7FFF)), np.uint32(0x7C01))
         return lambda x, like: min(np.uint32(np.uint16(_stored_f16(x)) & np.uint32(0x7FFF)), np.uint32(0x7C01))
     return lambda x, like: min(np.uint32(_pattern(x) & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800001))
 
@@ -147,6 +184,8 @@ def _rounded_of(x: Any, like: Any) -> Any:
     if like.dtype == types.uint16:
         return lambda x, like: _rounded_bf16(x)
     if like.dtype == types.int16:
+        if _CONVERTS:
+            return lambda x, like: _widened(_narrowed(x))
         return lambda x, like: _rounded_f16(x)
     return lambda x, like: x
 
@@ -177,6 +216,8 @@ def _stored_of(x: Any, like: Any) -> Any:
     if like.dtype == types.uint16:
         return lambda x, like: np.uint16(0x7FC0) if x != x else np.uint16(_pattern(x) >> np.uint32(16))
     if like.dtype == types.int16:
+        if _CONVERTS:
+            return lambda x, like: np.int16(np.uint16(0x7E00) if x != x else _narrowed(x))
         return lambda x, like: _stored_f16(x)
     return lambda x, like: np.uint32(0x7FC00000) if x != x else _pattern(x)
 
@@ -473,50 +514,3 @@ def drawn_norms(
             magnitude = np.float64(abs(_delta(_wide(new[j]), _wide(old[j]), like)))
             full[j] += magnitude
             masked[j] += magnitude if _kept(at, j, limit) else np.float64(0)
-
-
-# Compilation.
-
-_FORMATS: dict[str, Any] = {"BF16": types.uint16, "F16": types.int16, "F32": types.uint32}
-COMPILED: dict[tuple[str, str], Callable[..., Any]] = {}
-"""What is compiled by now, by name and stored dtype."""
-
-
-def _signature(name: str, dtype: str) -> Any:
-    bits = types.Array(_FORMATS[dtype], 1, "C")
-    u64, i64, u32, f32 = types.uint64, types.int64, types.uint32, types.float32
-
-    def array(element: Any, dimensions: int = 1) -> Any:
-        return types.Array(element, dimensions, "C")
-
-    lanes = array(types.float64)
-    return {
-        "task_vector": (
-            *(bits, u64, array(u64, 2), array(i64), array(f32), array(f32)),
-            *(types.boolean, types.boolean, f32, f32),
-        ),
-        "linear": (bits, array(u64), array(f32), f32),
-        "histogram": (bits, i64, u64, array(u64), i64, i64, array(u32), array(i64, 2)),
-        "find_equal": (bits, i64, u64, u64, u32, i64),
-        "drawn_norms": (bits, i64, u64, u64, u64, u64, lanes, lanes),
-    }[name]
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (task_vector, linear, histogram, find_equal, drawn_norms)
-}
-
-NAMES = tuple(_FUNCTIONS)
-
-
-def kernel(name: str, dtype: str) -> Callable[..., Any]:
-    """The kernel of this name for a stored dtype, compiled or out of numba's cache on disk, or without that cache."""
-    found = COMPILED.get((name, dtype))
-    if found is None:
-        function, signature = _FUNCTIONS[name], _signature(name, dtype)
-        try:
-            found = numba.njit([signature], nogil=True, fastmath=False, cache=True)(function)
-        except Exception:  # no writable place, a full disk, a damaged cache: whatever it is, the cache is optional
-            found = numba.njit([signature], nogil=True, fastmath=False)(function)
-        COMPILED[name, dtype] = found
-    return found
