@@ -20,6 +20,7 @@ class Policy(StrEnum):
     """How blocks are chosen under a budget."""
 
     energy = "energy"
+    layerwise = "layerwise"
     uniform = "uniform"
     random = "random"
 
@@ -79,7 +80,7 @@ PolicyOption = Annotated[
         "--policy",
         metavar="POLICY",
         show_default=False,
-        help="How blocks are chosen under a budget: energy (the default) keeps the most change for the bytes; uniform and random are there to compare with.",
+        help="How blocks are chosen under a budget: energy (the default) keeps the most change for the bytes; layerwise gives every tensor the same share; uniform and random are there to compare with.",
     ),
 ]
 SeedOption = Annotated[

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mpfs.ingest.commit import ImportReport
     from mpfs.merge.recipe import Recipe
 
-PolicyName: TypeAlias = Literal["energy", "uniform", "random"]
+PolicyName: TypeAlias = Literal["energy", "layerwise", "uniform", "random"]
 MismatchPolicy: TypeAlias = Literal["error", "base"]
 
 REPOSITORY_NAME = ".mpfs"

@@ -15,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.errors import BudgetInfeasibleError, UsageError
-from mpfs.merge.inputs import Fit, Model, ModelTensor, TensorInputs, keeps_value
+from mpfs.merge.inputs import Fit, TensorInputs, keeps_value
+from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator
 from mpfs.merge.planner import Candidates, Choice, Policy, choose, predicted_fidelity, rank
 from mpfs.merge.recipe import Recipe
+from mpfs.merge.weights import DeltaWeights, delta_weights
 from mpfs.objects import BlockId, Budget, Cost, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
-from mpfs.stats import delta_gram
+from mpfs.stats import Records, delta_gram
+from mpfs.stats.shrink import shrink_gram
 from mpfs.stats.stored import blocks_per_column, column_records
 from mpfs.store import BlockReader
 
@@ -35,7 +38,7 @@ COMPAT = "mergekit-0.1.5"
 
 
 @dataclass(frozen=True, slots=True)
-class _Weighed:
+class Weighed:
     """A merged tensor with the planner's view of it. `differing` says, for each expert, which blocks are not the base's."""
 
     inputs: TensorInputs
@@ -43,7 +46,7 @@ class _Weighed:
     candidates: Candidates
 
 
-_Merged: TypeAlias = dict[str, _Weighed]
+_Merged: TypeAlias = dict[str, Weighed]
 _Chosen: TypeAlias = dict[str, Choice]
 
 
@@ -75,7 +78,7 @@ def compile_plan(
         UsageError: a budget or fidelity that cannot be meant.
     """
     _check_budget(budget)
-    weighed = {inputs.name: _weigh(inputs, operator, reader) for inputs in fitted.tensors if inputs.merged}
+    weighed = {inputs.name: weigh(inputs, operator, reader) for inputs in fitted.tensors if inputs.merged}
     everything_read = _choose_all(weighed)
     full = _distinct_bytes(weighed, everything_read)
     limit = _limit(budget, full)
@@ -174,10 +177,11 @@ def _fidelity(choices: _Chosen) -> float:
     return round(predicted_fidelity(choices.values()), 9)
 
 
-def _weigh(inputs: TensorInputs, operator: Operator, reader: BlockReader) -> _Weighed:
+def weigh(inputs: TensorInputs, operator: Operator, reader: BlockReader) -> Weighed:
+    """A merged tensor as the planner sees it."""
     base = None if inputs.base is None else inputs.base.tensor
     differing = tuple(_differing(expert.tensor, base) for _, expert in inputs.experts)
-    return _Weighed(inputs, differing, _candidates(inputs, differing, operator, reader))
+    return Weighed(inputs, differing, _candidates(inputs, differing, operator, reader))
 
 
 def _candidates(
@@ -193,17 +197,36 @@ def _candidates(
     if base is None or not cost.any():
         return Candidates(inputs.name, np.zeros((columns, len(experts), len(experts))), cost, base is None)
     records = np.stack([column_records(reader, expert, elements) for expert in experts])
-    gram = delta_gram(column_records(reader, base, elements), records)
-    weights = [float(values.get("weight", 1.0)) for values in inputs.parameters.experts]
-    with np.errstate(over="ignore", invalid="ignore"):
-        for i, first in enumerate(weights):
-            for j, second in enumerate(weights):
-                gram[:, i, j] *= first * second
-    gram = np.nan_to_num(gram, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST).clip(-_LARGEST, _LARGEST)
+    origin = column_records(reader, base, elements)
+    sizes = np.full(columns, elements, np.int64)
+    sizes[-1] = inputs.numel - (columns - 1) * elements
     # An equal block has no delta, whatever rounding left in the sketches.
-    same = cost == 0
-    gram[same[:, :, None] | same[:, None, :]] = 0.0
-    return Candidates(inputs.name, gram, cost, operator.interaction == "column")
+    gram = shrink_gram(delta_gram(origin, records), sizes, cost > 0)
+    weights = delta_weights(operator, inputs.parameters)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for i, first in enumerate(weights.experts):
+            for j, second in enumerate(weights.experts):
+                gram[:, i, j] *= first * second
+    drift = 0.0
+    if weights.surplus:
+        drift = _drift(origin, records, weights)
+    return Candidates(inputs.name, _cut(gram), cost, operator.interaction == "column", drift)
+
+
+def _cut(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.nan_to_num(values, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST).clip(-_LARGEST, _LARGEST)
+
+
+def _drift(base: Records, experts: Records, weights: DeltaWeights) -> float:
+    """|sum of w_i d_i + surplus base|^2 - |sum of w_i d_i|^2."""
+    # Against nothing, a sketch is that of the model itself: the last of these is the base.
+    gram = delta_gram(np.zeros_like(base), np.concatenate([experts, base[None, :]]))
+    product = np.zeros(len(base))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for i, weight in enumerate(weights.experts):
+            product += weight * (gram[:, i, -1] - gram[:, -1, -1])
+        change = 2.0 * weights.surplus * product + weights.surplus**2 * base["sum_squares"]
+    return float(np.cumsum(_cut(change))[-1])
 
 
 def _column_cost(expert: Tensor, differing: NDArray[np.bool_], elements: int) -> NDArray[np.int64]:
@@ -319,7 +342,7 @@ def _plan_tensor(inputs: TensorInputs, choice: Choice | None, operator: Operator
 
 def _kept_exactly(inputs: TensorInputs, operator: Operator) -> bool:
     """Whether a column without any delta comes out as the base's bytes."""
-    if inputs.base is None or not operator.keeps_base(inputs.parameters):
+    if inputs.base is None or not inputs.experts or not operator.keeps_base(inputs.parameters):
         return False
     dtype = inputs.base.tensor.dtype
     return dtype == inputs.out_dtype and keeps_value(dtype, inputs.work_dtype)

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from mpfs.merge.random import stream_key, uniform_bits
 
-Policy: TypeAlias = Literal["energy", "uniform", "random"]
-POLICIES: tuple[Policy, ...] = ("energy", "uniform", "random")
+Policy: TypeAlias = Literal["energy", "layerwise", "uniform", "random"]
+POLICIES: tuple[Policy, ...] = ("energy", "layerwise", "uniform", "random")
 
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
@@ -35,13 +35,16 @@ class Candidates:
     """What could be read of one tensor: C columns, E experts.
 
     `gram` (C, E, E) holds the estimated products of weighted deltas, `cost` (C, E) the bytes to read, 0 where an
-    expert equals the base. With `whole_columns` a column is read from all experts or from none.
+    expert equals the base. With `whole_columns` a column is read from all experts or from none. `drift` is by how much
+    the squared norm of what the full merge changes exceeds that of the deltas (a sum of models whose weights do not
+    sum to 1 also scales the base).
     """
 
     name: str
     gram: FloatArray
     cost: IntArray
     whole_columns: bool
+    drift: float = 0.0
 
     @property
     def energy(self) -> FloatArray:
@@ -53,7 +56,7 @@ class Candidates:
 class Choice:
     """What to read of one tensor: `read` (C, E), True where the plan reads; zero-cost blocks are never listed.
 
-    `energy` and `energy_left_out` are the squared norms of the full weighted delta and of what is not read. `cosine` is
+    `energy` and `energy_left_out` are the squared norms of what the full merge changes and of what is not read. `cosine` is
     the mean cosine between the experts' weighted deltas, in pairs; None with fewer than two that are not zero.
     """
 
@@ -107,16 +110,36 @@ class Ranked:
 
     def choose(self, *, budget: int | None = None, fidelity: float | None = None) -> Choices:
         """Choose what to read; see `choose`."""
-        total = 0.0
-        for column in self._energy:
-            total += _ordered_sum(column)
+        total, change = self._totals()
         moves = self._moves
-        taken = _take(moves, budget, None if fidelity is None else total * (1.0 - fidelity) ** 2, total)
+        taken = _take(moves, budget, None if fidelity is None else change * (1.0 - fidelity) ** 2, total)
         read: list[BoolArray] = [np.zeros(item.cost.shape, bool) for item in self._candidates]
         for index in np.flatnonzero(taken).tolist():
             chosen = read[int(moves.tensor[index])]
             chosen[int(moves.column[index])] |= moves.experts[index, : chosen.shape[1]]
         return _choices(self._candidates, self._energy, read)
+
+    def curve(self, points: int = 200) -> list[tuple[int, float]]:
+        """What every budget would buy: (bytes read, predicted fidelity), from nothing to everything, at most so many
+        points and the two ends."""
+        total, change = self._totals()
+        spent = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._moves.cost)])
+        left = np.concatenate([np.full(1, total), total - np.cumsum(self._moves.gain)])
+        wanted = np.searchsorted(spent, np.linspace(0.0, float(spent[-1]), max(2, points)))
+        places = np.unique(np.concatenate([[0], wanted, [len(spent) - 1]])).tolist()
+        return [
+            (int(spent[place]), 1.0 if change <= 0.0 else max(0.0, 1.0 - sqrt(max(0.0, float(left[place])) / change)))
+            for place in places
+        ]
+
+    def _totals(self) -> tuple[float, float]:
+        """The energy of the deltas, and that of what the full merge changes."""
+        total = change = 0.0
+        for item, column in zip(self._candidates, self._energy, strict=True):
+            energy = _ordered_sum(column)
+            total += energy
+            change += max(0.0, energy + item.drift)
+        return total, change
 
 
 def rank(candidates: Sequence[Candidates], *, policy: Policy = "energy", seed: int = 0) -> Ranked:
@@ -124,8 +147,9 @@ def rank(candidates: Sequence[Candidates], *, policy: Policy = "energy", seed: i
 
     Args:
         candidates: every tensor that is merged, in plan order.
-        policy: "energy" takes what keeps most delta energy per byte, "uniform" spreads the bytes evenly over every
-            tensor's columns, "random" draws blocks at random (a baseline).
+        policy: "energy" takes what keeps most delta energy per byte, "layerwise" does so within each tensor and gives
+            every tensor the same share of its bytes, "uniform" spreads the bytes evenly over every tensor's columns,
+            "random" draws blocks at random (a baseline).
         seed: for "random".
     """
     width = max((item.cost.shape[1] for item in candidates), default=0)
@@ -179,6 +203,8 @@ def _loss(gram: FloatArray, left_out: BoolArray) -> FloatArray:
 
 def _chains(index: int, item: Candidates, policy: Policy, seed: int, width: int) -> _Moves:
     """The moves of one tensor, along each column's chain."""
+    if policy == "layerwise":
+        return _by_share(_chains(index, item, "energy", seed, width))
     columns, count = item.cost.shape
     drawn = np.zeros((columns, count))
     if policy == "random":
@@ -203,6 +229,14 @@ def _chains(index: int, item: Candidates, policy: Policy, seed: int, width: int)
     else:
         step_keys = (spread[:, None] + np.arange(count) - (~costly).sum(axis=1)[:, None]) / max(1, count)
     return _concatenate(_steps(index, order, gains, costs, step_keys, width), width)
+
+
+def _by_share(moves: _Moves) -> _Moves:
+    """A tensor's moves in the order that they have, keyed by the share of the tensor's bytes that they come to."""
+    moves = moves.take(np.lexsort((moves.position, moves.column, moves.key)))
+    spent = np.cumsum(moves.cost)
+    moves.key = spent / spent[-1] if len(spent) else moves.key
+    return moves
 
 
 def _steps(
@@ -354,7 +388,8 @@ def _choices(candidates: Sequence[Candidates], energy: list[FloatArray], read: l
     for item, column_energy, chosen in zip(candidates, energy, read, strict=True):
         missing = (item.cost > 0) & ~chosen
         left = _ordered_sum(np.maximum(_loss(item.gram, missing), 0.0)) if missing.any() else 0.0
-        tensors.append(Choice(chosen, _ordered_sum(column_energy), left, _mean_cosine(item.gram)))
+        energy = max(0.0, _ordered_sum(column_energy) + item.drift)
+        tensors.append(Choice(chosen, energy, left, _mean_cosine(item.gram)))
         nbytes += int(item.cost[chosen].sum())
     return Choices(tuple(tensors), nbytes, predicted_fidelity(tensors))
 

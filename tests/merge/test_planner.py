@@ -279,3 +279,31 @@ def test_twenty_experts() -> None:
         assert lost <= previous + 1e-9
         previous = lost
     assert previous == 0.0
+
+
+def test_layerwise_gives_every_tensor_its_share() -> None:
+    items = candidates(4, columns=(40, 80, 20), experts=3, odd_costs=False, free=0.0)
+    items[1] = Candidates("t1", items[1].gram * 1e6, items[1].cost, whole_columns=False)
+    total = sum(int(item.cost.sum()) for item in items)
+    choices = choose(items, budget=total // 4, policy="layerwise")
+    for item, choice in zip(items, choices.tensors, strict=True):
+        assert item.cost[choice.read].sum() / item.cost.sum() == pytest.approx(0.25, abs=0.02)
+    alone = choose(items[2:], budget=int(items[2].cost[choices.tensors[2].read].sum()))
+    assert alone.tensors[0].read.tolist() == choices.tensors[2].read.tolist()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_curve_is_what_budgets_buy(policy: Policy, whole: bool) -> None:
+    items = candidates(8, columns=(20, 30), whole=whole)
+    ranked = rank(items, policy=policy)
+    curve = ranked.curve()
+    assert curve[0] == (0, 0.0)
+    assert curve[-1][0] == sum(int(item.cost.sum()) for item in items)
+    assert curve[-1][1] == pytest.approx(1.0, abs=1e-6)
+    assert [point[0] for point in curve] == sorted({point[0] for point in curve})
+    for nbytes, fidelity in curve:
+        choices = ranked.choose(budget=nbytes)
+        assert choices.nbytes == nbytes
+        assert choices.fidelity == pytest.approx(fidelity, abs=1e-6)
+    assert len(ranked.curve(points=10)) <= 12
