@@ -8,14 +8,17 @@ from pathlib import Path
 # Run as a script (so that `make bench` needs no installation of this directory): its parent is the import root.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import throughput  # after the path is set
+from benchmarks import peers, throughput  # after the path is set
 
-BENCHMARKS = {"throughput": throughput.main}
+BENCHMARKS = {"throughput": throughput.main, "peers": peers.main}
+"""Each takes its own arguments; `peers` needs an environment with mergekit, so that it runs by name only."""
+
+BY_NAME_ONLY = {"peers"}
 
 
 def main(arguments: list[str]) -> int:
     """Run what was named first among the arguments; the rest goes to it."""
-    names = list(BENCHMARKS)
+    names = [name for name in BENCHMARKS if name not in BY_NAME_ONLY]
     if arguments and arguments[0] in BENCHMARKS:
         names, arguments = [arguments[0]], arguments[1:]
     elif arguments and not arguments[0].startswith("-"):
