@@ -116,7 +116,7 @@ def test_rows_are_put_together(width: int, rows: int, cuts: set[int]) -> None:
         assert column.base is not None
         return row_sums(column.base.double().numpy().reshape(-1, width))[:, None]
 
-    stored = measure_cut_rows(lambda: methods.columns_of(values, ends), width, measure)
+    stored = measure_cut_rows(methods.columns_of(values, ends), width, measure)
     sums = values.double().view(rows, width).sum(1)
     for column in methods.columns_of(values, ends):
         found = row_values(column, width, stored, measure)[:, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import method_cases as methods
 import operator_cases as cases
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from method_cases import ASKS, WITH_BASE, Ask, merge
 
-from mpfs.merge.operators import Parameters, get_operator, operator_names
+from mpfs.merge.operators import Column, Parameters, get_operator, operator_names
 
 DTYPES = (*cases.DTYPES, torch.float64)
 SYMMETRIC = tuple(ask for ask in ASKS if ask.experts > 1)
@@ -86,8 +87,33 @@ def test_a_column_without_differences_is_the_bases(ask: Ask, dtype: torch.dtype)
     if get_operator(ask.method).keeps_base(ask.parameters()):
         assert torch.equal(cases.bits(merged[128:320]), cases.bits(base[128:320]))
     else:
-        assert ask.method == "slerp"
+        assert ask.method in ("slerp", "arcee_fusion")
     assert not torch.equal(merged[:128], base[:128])
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("ask", WITH_BASE, ids=str)
+def test_columns_without_differences_need_not_be_streamed(ask: Ask, dtype: torch.dtype) -> None:
+    """The engine leaves them out, in prepare too, where a method keeps the base."""
+    operator = get_operator(ask.method)
+    if not operator.keeps_base(ask.parameters()):
+        return
+    shape, ends = (40, 30), [128, 320, 640, 832, 1200]
+    base, models = cases.inputs(1200, ask.experts, dtype, 7)
+    for model in models:
+        model[128:320], model[832:] = base[128:320], base[832:]
+    where = methods.context(shape, ask.experts, dtype)
+
+    def columns() -> Iterator[Column]:
+        for low, high in ((0, 128), (320, 640), (640, 832)):
+            yield Column(low, base[low:high], [model[low:high] for model in models])
+
+    prepared = operator.prepare(where, ask.parameters(), columns)
+    whole = merge(ask, base, models, shape, cuts=ends)
+    for column in columns():
+        found = operator.apply(where, ask.parameters(), prepared, column)
+        assert torch.equal(cases.bits(found), cases.bits(whole[column.start : column.start + found.numel()]))
+    assert torch.equal(whole[832:], base[832:])
 
 
 @pytest.mark.parametrize("ask", WITH_BASE, ids=str)

@@ -53,6 +53,10 @@ class ArceeFusion(Operator):
         """Not one model besides the base."""
         return checked(self, parameters)
 
+    def keeps_base(self, parameters: Parameters) -> bool:
+        """It would, but rows may reach into columns that then were not streamed, and all of a row's values count."""
+        return False
+
     def prepare(
         self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
     ) -> Prepared:
@@ -64,7 +68,7 @@ class ArceeFusion(Operator):
         width = shape_of(context)[-1]
         if context.numel == 0:
             return {"threshold": None, "row_numbers": [], "row_values": []}
-        stored = measure_cut_rows(columns, width, _measure(context, width))
+        stored = measure_cut_rows(columns(), width, _measure(context, width))
 
         def scores() -> Iterator[torch.Tensor]:
             for rows, _ in whole_rows(columns(), width):

@@ -13,6 +13,7 @@ from mpfs.merge.operators.arithmetic import difference
 from mpfs.merge.operators.base import Column, FastPath, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.magnitude import LAYOUTS, Patterns, Threshold, find_thresholds, kept, patterns
 from mpfs.merge.operators.reductions import all_pieces, base_of
+from mpfs.merge.operators.rows import without_gaps
 from mpfs.merge.operators.task_vector import TaskVectorOperator
 from mpfs.merge.operators.values import value_of
 
@@ -89,7 +90,7 @@ class Breadcrumbs(TaskVectorOperator):
         mirrored = [not expert for expert in runs]
 
         def source(wanted: Set[int]) -> Iterator[tuple[int, Sequence[Patterns | None]]]:
-            for piece in all_pieces(columns):
+            for piece in all_pieces(lambda: without_gaps(context, columns(), count)):
                 base = base_of(context, piece)
                 found: list[Patterns | None] = []
                 for i, expert in enumerate(piece.experts):

@@ -17,7 +17,7 @@ from mpfs.merge.operators.base import Column, FastPath, Parameter, Parameters, P
 from mpfs.merge.operators.magnitude import patterns
 from mpfs.merge.operators.pieces import PIECE
 from mpfs.merge.operators.reductions import Floats, RunningSum, base_of, doubles, length
-from mpfs.merge.operators.rows import part, shape_of, whole_rows
+from mpfs.merge.operators.rows import part, shape_of, whole_rows, without_gaps
 from mpfs.merge.operators.task_vector import TaskVectorOperator
 from mpfs.merge.operators.values import value_of
 from mpfs.merge.random import stream_key, uniform_bits
@@ -117,7 +117,7 @@ class DellaLinear(TaskVectorOperator):
             width = shape_of(context)[-1]
             wide = accumulator(context.dtype)
             sums = {i: (RunningSum(), RunningSum()) for i in drawing}
-            for rows, was_cut in whole_rows(columns(), width):
+            for rows, was_cut in whole_rows(without_gaps(context, columns(), len(chances), width), width):
                 if was_cut:
                     numbers.append(rows.start // width)
                 for i in drawing:

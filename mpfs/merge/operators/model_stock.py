@@ -14,7 +14,7 @@ from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, P
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import Floats, base_of, doubles, filled, length, row_sums, sum_each
-from mpfs.merge.operators.rows import measure_cut_rows, row_index, row_values, shape_of
+from mpfs.merge.operators.rows import measure_cut_rows, row_index, row_values, shape_of, without_gaps
 from mpfs.merge.operators.values import value_of
 
 _SMALL_PRODUCT = 1e-6
@@ -57,7 +57,8 @@ class ModelStock(Operator):
         """
         if value_of(self.parameters, parameters.shared, "filter_wise"):
             width = shape_of(context)[-1]
-            return measure_cut_rows(columns, width, lambda rows: _measure(context, rows, width))
+            streamed = without_gaps(context, columns(), len(parameters.experts), width)
+            return measure_cut_rows(streamed, width, lambda rows: _measure(context, rows, width))
         count = len(parameters.experts)
         sums = sum_each(columns, count + count * (count - 1) // 2, lambda piece: _products(context, piece))
         return {"t": float(_ratio(context, count, np.array([sums]))[0])}

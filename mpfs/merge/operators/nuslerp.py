@@ -13,7 +13,7 @@ from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, P
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import Floats, all_pieces, doubles, filled, length, row_sums, sum_each
-from mpfs.merge.operators.rows import measure_cut_rows, row_index, row_values, shape_of
+from mpfs.merge.operators.rows import measure_cut_rows, row_index, row_values, shape_of, without_gaps
 from mpfs.merge.operators.values import value_of
 
 _SMALL_NORM = 1e-7
@@ -73,7 +73,8 @@ class NuSlerp(Operator):
         along = self._along(context, parameters)
         if along == "rows":
             width = shape_of(context)[-1]
-            return measure_cut_rows(columns, width, lambda rows: _measure(context, rows, width, share))
+            streamed = without_gaps(context, columns(), 2, width)
+            return measure_cut_rows(streamed, width, lambda rows: _measure(context, rows, width, share))
         if along == "tensor":
             squares = sum_each(columns, 2, lambda piece: [x.double().square() for x in _pair(context, piece)])
             norms = [_norm(context, np.array([square])) for square in squares]

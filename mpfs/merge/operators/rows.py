@@ -31,6 +31,32 @@ def shape_of(context: TensorContext) -> tuple[int, ...]:
     return (context.numel,)
 
 
+def without_gaps(
+    context: TensorContext, columns: Iterator[Column], experts: int, width: int = PIECE
+) -> Iterator[Column]:
+    """The columns, and in place of those that are not streamed, because nothing differs there, columns without a delta.
+
+    Only for methods that look at nothing but deltas: the base of what is put in is zero. It ends where rows of `width`
+    elements do, if it can.
+    """
+    rows = max(1, PIECE // width)
+    reached = 0
+
+    def fill(end: int) -> Iterator[Column]:
+        nonlocal reached
+        while reached < end:
+            stop = min((reached // width + rows) * width, end)
+            zeros = torch.zeros(stop - reached, dtype=context.dtype)
+            yield Column(reached, zeros, [zeros] * experts)
+            reached = stop
+
+    for column in columns:
+        yield from fill(column.start)
+        yield column
+        reached = column.start + length(column)
+    yield from fill(context.numel)
+
+
 def part(column: Column, low: int, high: int, *, copy: bool = False) -> Column:
     """Elements [low, high) of a column."""
 
@@ -45,7 +71,7 @@ def part(column: Column, low: int, high: int, *, copy: bool = False) -> Column:
 def whole_rows(columns: Iterator[Column], width: int) -> Iterator[tuple[Column, bool]]:
     """The tensor as columns of whole rows, in order, each with whether it is a row that was cut (then it is one row).
 
-    Others are of as many rows as make a piece, at least one.
+    There must be no gap between columns (`without_gaps`). Others are of as many rows as make a piece, at least one.
     """
     parts: list[Column] = []
     rows = max(1, PIECE // width) * width
@@ -81,11 +107,11 @@ def _joined(parts: Sequence[Column]) -> Column:
     return Column(parts[0].start, base, experts)
 
 
-def measure_cut_rows(columns: Callable[[], Iterator[Column]], width: int, measure: Measure) -> Prepared:
+def measure_cut_rows(columns: Iterator[Column], width: int, measure: Measure) -> Prepared:
     """One pass: the values of the rows that columns' ends cut: `row_numbers`, and `row_values` a list each."""
     numbers: list[int] = []
     values: list[list[float]] = []
-    for rows, was_cut in whole_rows(columns(), width):
+    for rows, was_cut in whole_rows(columns, width):
         if was_cut:
             numbers.append(rows.start // width)
             values.append(measure(rows)[0].tolist())
