@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,12 +13,19 @@ from .output import HEAD
 from .session import Session
 from .sizes import format_size
 
+if TYPE_CHECKING:
+    from mpfs.history import Explanation, Insight
+
 
 def explain(
     ctx: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="COMMIT|PLAN", help="A ref or commit that a merge made; or a plan's id or file.")
     ],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with pictures to a file instead, for a browser."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Explain a merge, tensor by tensor.
@@ -27,13 +35,23 @@ def explain(
 
         mpfs explain merged
         mpfs explain plan.json
+        mpfs explain merged --html merged.html
     """
     session = Session.of(ctx)
     out = session.output(as_json)
     with session.open() as repository:
         explanation = repository.explain(target)
+        insight = None if html is None else repository.insight(target)
+    if html is not None and insight is not None:
+        _write_page(html, explanation, insight, target)
     if as_json:
-        out.document(explanation.as_json())
+        document = explanation.as_json()
+        if insight is not None:
+            document.update(insight=insight.as_json(), file=str(html))
+        out.document(document)
+        return
+    if html is not None:
+        out.line(str(html))
         return
     plan = explanation.plan
     if explanation.figures is not None:
@@ -64,3 +82,9 @@ def explain(
         out.line("  note: ", note)
     out.line()
     tensor_table(out, explanation)
+
+
+def _write_page(file: Path, explanation: Explanation, insight: Insight, title: str) -> None:
+    from mpfs.history.page import explanation_page
+
+    file.write_text(explanation_page(explanation, insight, title), encoding="utf-8")

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mpfs.errors import BadInputError, NotFoundError, RefConflictError
-from mpfs.history import Diff, Explanation, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
+from mpfs.history import Diff, Explanation, Insight, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
 from mpfs.history.storage import StorageReport, measure_storage
 from mpfs.merge.reports import MergeReport, PlanReport
 from mpfs.objects import Budget, Commit, Input, ObjectId, Plan, Run, Snapshot, Tensor, object_id
@@ -291,15 +291,33 @@ class Repository(Contents, AbstractContextManager["Repository"]):
         Raises:
             NotFoundError: there is no such commit or plan, or the commit was not made by a merge.
         """
+        plan, run = self._plan_of(target)
+        return explain_plan(plan, None if run is None else run.figures)
+
+    def insight(self, target: str) -> Insight:
+        """The numbers behind a plan, from statistics: what each expert changes where, how the experts agree, and what
+        every budget would have bought.
+
+        Args:
+            target: as for `explain`.
+
+        Raises:
+            NotFoundError: as for `explain`; or one of the plan's models is not here any more.
+        """
+        from mpfs.merge.insight import find_insight
+
+        return find_insight(self._store, self._plan_of(target)[0])
+
+    def _plan_of(self, target: str) -> tuple[Plan, Run | None]:
+        """The plan that a target names, and the run that made the commit, if it is one."""
         try:
             identity = self.resolve(target)
         except NotFoundError:
-            return explain_plan(self.find_plan(target).plan)
+            return self.find_plan(target).plan, None
         commit = self._store.objects.get(Commit, identity)
         if commit.plan is None:
             raise NotFoundError(f"{target} was imported, not merged: it has no plan to explain")
-        run = self._store.objects.run_of(identity)
-        return explain_plan(self._store.objects.get(Plan, commit.plan), None if run is None else run.figures)
+        return self._store.objects.get(Plan, commit.plan), self._store.objects.run_of(identity)
 
     # -- history ------------------------------------------------------------------------------------------------
 

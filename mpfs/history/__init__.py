@@ -2,11 +2,13 @@
 
 from mpfs.history.diff import Diff, TensorDiff, diff_snapshots
 from mpfs.history.explain import Explanation, TensorExplanation, explain_plan
+from mpfs.history.insight import Insight
 from mpfs.history.log import LogEntry, ancestry, entry, resolve
 
 __all__ = [
     "Diff",
     "Explanation",
+    "Insight",
     "LogEntry",
     "TensorDiff",
     "TensorExplanation",

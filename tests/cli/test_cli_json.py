@@ -125,6 +125,17 @@ def test_explain(mpfs: Command, workplace: Path) -> None:
     assert mpfs("explain", plan, "--json").json["run"] is None
 
 
+def test_explain_as_a_page(mpfs: Command, workplace: Path) -> None:
+    mpfs("merge", "recipe.yml", "--into", "m")
+    assert mpfs("explain", "m", "--html", "m.html").out.strip() == "m.html"
+    page = (workplace / "m.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    document = mpfs("explain", "m", "--html", "n.html", "--json").json
+    assert document["file"] == "n.html"
+    assert has(document["insight"], "experts layers conflict curves chosen")["experts"]
+    assert (workplace / "n.html").read_text(encoding="utf-8") == page
+
+
 def test_refs(mpfs: Command, workplace: Path) -> None:
     for verb, kind in (("branch", "branch"), ("tag", "tag")):
         made = mpfs(verb, f"new-{verb}", "a", "--json").json
