@@ -1,0 +1,38 @@
+"""A batch asks the disk for what it will be compared with, before it looks at a page of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpfs.objects import block_id
+from mpfs.store import StagedBlock, Store
+from mpfs.store.environment import Environment
+
+SIZE = 65536
+
+
+def test_blocks_that_are_there_already_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.create(tmp_path / "repo", block_size=SIZE)
+    blocks = [os.urandom(SIZE) for _ in range(8)]
+    staged = [StagedBlock(block_id(data), data, "U8", 0, b"statistics") for data in blocks]
+    with store.writer() as writer:
+        for item in staged:
+            writer.put_block(item)
+        writer.flush()
+        # Where blocks lie is known once they are committed; the next transaction notes it.
+        writer.put_block(StagedBlock(block_id(b"one more"), b"one more", "U8", 0, b"statistics"))
+        writer.flush()
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(Environment, "prefetch", lambda self, offset, size: asked.append((offset, size)))
+    with store.writer() as writer:
+        for item in staged:
+            writer.put_block(item)
+        writer.flush()
+        assert writer.figures.deduplicated_blocks == len(blocks)
+    offsets = {info.offset for info in (store.blocks.info(block_id(data)) for data in blocks) if info is not None}
+    assert {offset for offset, size in asked if size == SIZE} == offsets
+    assert None not in offsets
+    store.close()
