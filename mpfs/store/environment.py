@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ import numpy as np
 
 from mpfs.errors import IntegrityError, LockedError, MPFSError, NoSpaceError, NotARepositoryError
 from mpfs.store.config import Config, Stamp, read_config, stamp, sync_directory
-from mpfs.store.filesystem import mapping_start
+from mpfs.store.filesystem import mapping_start, room_to_grow
 from mpfs.store.locks import opening
 from mpfs.store.pages import check_metas
 
@@ -371,7 +370,7 @@ class Environment:
                 map_size=self.map_size,
             )
         text = str(error)
-        free = shutil.disk_usage(self.root).free
+        free = room_to_grow(self.path / "data.mdb")
         no_space = any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
         # LMDB reports a write that the file system cut short, for want of room, as an I/O error.
         if no_space or (os.strerror(errno.EIO) in text and free < needed + _MIN_FREE):

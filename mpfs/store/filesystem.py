@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def require_free_space(path: Path, needed: int, what: str) -> None:
             needed=needed + _RESERVE,
             free=free,
         )
+
+
+def room_to_grow(path: Path) -> int:
+    """By how many bytes a file can grow: what is free on its disk, and what the process may write into one file."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0
+    free = shutil.disk_usage(path.parent if path.parent.exists() else path.parent.parent).free
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - size))
 
 
 def mapping_start(path: Path) -> int:
