@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from mpfs.formats.messages import show
 from mpfs.formats.safetensors import MAX_HEADER_SIZE, build_header
-from mpfs.objects import BlobFile, BlockId, File, ObjectId, Tensor
+from mpfs.objects import BlobFile, BlockId, File, ObjectId, PartsFile, Tensor
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 """Bytes of tensor data in one file, as mergekit and transformers cut."""
@@ -95,8 +95,9 @@ class FileLayout:
         if isinstance(file, BlobFile):
             parts = [(None, tensors[file.content])]
         else:
+            named = file.parts if isinstance(file, PartsFile) else file.tensors
             parts = [(None, tensors[file.header])]
-            parts += [(file.prefix + name, tensors[identity]) for name, identity in file.tensors]
+            parts += [(None if name is None else file.prefix + name, tensors[identity]) for name, identity in named]
         layout = cls.of_parts(file.path, parts)
         if layout.size != file.size:
             raise ValueError(

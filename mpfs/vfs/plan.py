@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from mpfs.errors import BadInputError, IntegrityError, NotFoundError, UsageError
 from mpfs.formats.messages import show
 from mpfs.formats.safetensors import build_header
-from mpfs.objects import BlobFile, ObjectId, SafetensorsFile, Snapshot, Tensor
+from mpfs.objects import BlobFile, ObjectId, SafetensorsFile, Snapshot, Tensor, TensorFile
 from mpfs.store import Store
 from mpfs.vfs.layout import DEFAULT_METADATA, INDEX_PATH, FileLayout, synthesise_files
 from mpfs.vfs.reader import CHUNK_BYTES, FileReader, SnapshotReader
@@ -112,7 +112,7 @@ def plan_files(
     size = variant.shard_size
     if size is not None and size <= 0:
         raise UsageError(f"a shard size of {size:,} bytes: it must be positive")
-    kept = {file.path: _included(file, variant.include) for file in snapshot.safetensors_files()}
+    kept = {file.path: _included(file, variant.include) for file in snapshot.tensor_files()}
     if variant.include is not None and not any(kept.values()):
         raise NotFoundError(f"no tensor matches {' or '.join(variant.include)}; 'mpfs ls --tensors' lists the names")
     recut = [file for file in snapshot.safetensors_files() if size is not None and not file.prefix]
@@ -183,7 +183,7 @@ def index_path(path: str) -> str:
     return f"{match['stem'] if match else path}.safetensors.index.json"
 
 
-def _included(file: SafetensorsFile, patterns: Iterable[str] | None) -> list[tuple[str, ObjectId]]:
+def _included(file: TensorFile, patterns: Iterable[str] | None) -> list[tuple[str, ObjectId]]:
     if patterns is None:
         return list(file.tensors)
     wanted = list(patterns)
@@ -195,16 +195,17 @@ def _included(file: SafetensorsFile, patterns: Iterable[str] | None) -> list[tup
 
 
 def _with_some(
-    file: SafetensorsFile,
+    file: TensorFile,
     kept: Sequence[tuple[str, ObjectId]],
     tensors: Mapping[ObjectId, Tensor],
     metadata: Mapping[str, str],
 ) -> PlannedFile:
-    """A safetensors file with some of its tensors."""
+    """A safetensors file with some of a file's tensors."""
     named = {name: tensors[identity] for name, identity in kept}
     raw, header = build_header([(name, tensor.dtype, tensor.shape) for name, tensor in named.items()], metadata)
     parts = [(file.prefix + entry.name, named[entry.name]) for entry in header.entries]
-    return PlannedFile(file.path, raw, FileLayout.of_parts(file.path, parts))
+    path = file.path if isinstance(file, SafetensorsFile) else f"{file.path}.safetensors"
+    return PlannedFile(path, raw, FileLayout.of_parts(path, parts))
 
 
 def _index(

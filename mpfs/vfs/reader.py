@@ -22,6 +22,7 @@ from mpfs.objects import BlockId, File, ObjectId, Snapshot, Tensor, object_id
 from mpfs.store import Store
 from mpfs.store.blocks import RAW, BlockInfo
 from mpfs.store.environment import Transaction
+from mpfs.store.objects import DATABASE_OF, decode_object
 from mpfs.vfs.layout import FileLayout, Segment, batches
 
 if TYPE_CHECKING:
@@ -35,11 +36,16 @@ BATCH_BYTES = 8 << 20
 """Bytes of blocks in one read transaction (a single larger block excepted): few enough to be in the CPU's cache still
 when they are copied after they were verified."""
 
+INTO_BATCH_BYTES = 1 << 20
+"""The same where bytes are copied out at once, block by block: these stay in a cache that is closer still."""
+
 BATCH_BLOCKS = 1024
 """Blocks in one read transaction."""
 
 AHEAD_BYTES = 16 << 20
 """How far ahead of a sequential read the disk is asked for blocks."""
+
+_BATCH_OBJECTS = 256
 
 _TORCH_DTYPES = {
     "BOOL": "bool",
@@ -124,7 +130,8 @@ class SnapshotReader:
         layout = self._layouts.get(path)
         if layout is None:
             file = self.file(path)
-            ids = Snapshot((file,)).references()
+            ids = list(Snapshot((file,)).references())
+            self._load_objects(ids)
             try:
                 layout = FileLayout.of_file(file, {identity: self.tensor_object(identity) for identity in ids})
             except ValueError as error:
@@ -159,6 +166,17 @@ class SnapshotReader:
                 ) from error
             self._tensors[identity] = tensor
         return tensor
+
+    def _load_objects(self, identities: Sequence[ObjectId]) -> None:
+        """Get tensor objects that will be asked for, many in one transaction. What is missing is found out later."""
+        wanted = [identity for identity in dict.fromkeys(identities) if identity not in self._tensors]
+        for start in range(0, len(wanted), _BATCH_OBJECTS):
+            batch = wanted[start : start + _BATCH_OBJECTS]
+            with self.store.environment.read() as txn:
+                found = [(identity, txn.get(DATABASE_OF[Tensor], bytes.fromhex(identity))) for identity in batch]
+                data = [(identity, bytes(value)) for identity, value in found if value is not None]
+            for identity, encoded in data:
+                self._tensors[identity] = decode_object(Tensor, identity, encoded)
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this name: dtype, shape and blocks.
@@ -309,7 +327,7 @@ class FileReader:
                 target[done : done + len(piece)] = piece
                 done += len(piece)
 
-        self.visit(offset, len(target), put)
+        self.visit(offset, len(target), put, batch_bytes=INTO_BATCH_BYTES)
         return done
 
     def iter_chunks(self, start: int = 0, stop: int | None = None, *, batch: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -341,10 +359,17 @@ class FileReader:
 
         self.visit(start, (self.size if stop is None else stop) - start, visit)
 
-    def visit(self, offset: int, size: int, visit: Callable[[list[memoryview]], object]) -> None:
+    def visit(
+        self,
+        offset: int,
+        size: int,
+        visit: Callable[[list[memoryview]], object],
+        *,
+        batch_bytes: int | None = None,
+    ) -> None:
         """Call `visit` with the pieces of [offset, offset + size), batch by batch, straight from the map's buffers.
 
-        A batch is BATCH_BYTES at most, or a single block. As with `copy_to`, its buffers are valid during the call.
+        A batch is `batch_bytes` at most (default: BATCH_BYTES), or a single block. As with `copy_to`, its buffers are valid during the call.
 
         Raises:
             As `read_at`, and whatever `visit` raises.
@@ -357,7 +382,7 @@ class FileReader:
         with self._lock:
             horizon = self.size if self._next == offset else stop
             self._next = stop
-        for batch in batches(self.layout.segments_in(offset, stop), BATCH_BYTES, BATCH_BLOCKS):
+        for batch in batches(self.layout.segments_in(offset, stop), batch_bytes or BATCH_BYTES, BATCH_BLOCKS):
             self._prefetch(batch, horizon)
             with ExitStack() as stack:
                 pieces = self._payloads(stack, batch)

@@ -81,4 +81,4 @@ def content_key(file: File) -> str:
     """64 hex digits that name a file's content, from the ids of what it is made of; no block is read."""
     if isinstance(file, BlobFile):
         return file.content
-    return sha256("".join([file.header, *(identity for _, identity in file.tensors)]).encode()).hexdigest()
+    return sha256("".join(file.references()).encode()).hexdigest()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -209,36 +210,39 @@ def test_a_local_url_is_a_directory(repository: Repository, staged: Staged, tmp_
 
 
 @pytest.fixture
-def s3() -> Iterator[Mapping[str, Any]]:
-    """Storage options of a bucket `models` on moto's server on the loopback."""
+def s3() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A bucket of its own on moto's server on the loopback, and the storage options that lead there."""
     pytest.importorskip("s3fs", reason="NOT TESTED AGAINST S3: needs the extra s3 (s3fs)")
     server_module = pytest.importorskip("moto.server", reason="NOT TESTED AGAINST S3: needs moto[server]")
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     options = {"key": "test", "secret": "test", "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
-    fsspec.filesystem("s3", **options).mkdir("models")
-    yield options
+    bucket = f"models-{uuid.uuid4()}"  # moto's servers in one process share what they hold
+    fsspec.filesystem("s3", **options).mkdir(bucket)
+    yield bucket, options
     server.stop()
 
 
-def test_to_s3(repository: Repository, staged: Staged, builder: Builder, s3: Mapping[str, Any]) -> None:
+def test_to_s3(repository: Repository, staged: Staged, builder: Builder, s3: tuple[str, Mapping[str, Any]]) -> None:
+    bucket, options = s3
     large = {**staged.content, "large.safetensors": save({"t": torch.arange(3 << 20, dtype=torch.int64)})}
     builder.publish(large, ref="large", prefixes={"large.safetensors": "large."})
-    repository.checkout("large", "s3://models/team/out", storage_options=s3)
-    system = fsspec.filesystem("s3", **s3, skip_instance_cache=True)
-    assert _objects(system, "models/team/out") == large
+    repository.checkout("large", f"s3://{bucket}/team/out", storage_options=options)
+    system = fsspec.filesystem("s3", **options, skip_instance_cache=True)
+    assert _objects(system, f"{bucket}/team/out") == large
     with pytest.raises(UsageError, match="there are files already"):
-        repository.checkout("main", "s3://models/team/out", storage_options=s3)
+        repository.checkout("main", f"s3://{bucket}/team/out", storage_options=options)
 
 
 def test_a_failed_upload_to_s3_leaves_nothing(
-    repository: Repository, staged: Staged, damage: Callable[[BlockId], None], s3: Mapping[str, Any]
+    repository: Repository, staged: Staged, damage: Callable[[BlockId], None], s3: tuple[str, Mapping[str, Any]]
 ) -> None:
     damage(repository.reader("main").tensor("mask").blocks[0])
+    bucket, options = s3
     with pytest.raises(IntegrityError):
-        repository.checkout("main", "s3://models/out", storage_options=s3)
-    assert fsspec.filesystem("s3", **s3, skip_instance_cache=True).find("models") == []
+        repository.checkout("main", f"s3://{bucket}/out", storage_options=options)
+    assert fsspec.filesystem("s3", **options, skip_instance_cache=True).find(bucket) == []
 
 
 def test_export(repository: Repository, staged: Staged, tmp_path: Path) -> None:
