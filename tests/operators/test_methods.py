@@ -113,6 +113,10 @@ def test_columns_without_differences_need_not_be_streamed(ask: Ask, dtype: torch
     for column in columns():
         found = operator.apply(where, ask.parameters(), prepared, column)
         assert torch.equal(cases.bits(found), cases.bits(whole[column.start : column.start + found.numel()]))
+    for low, high in ((128, 320), (832, 1200)):  # asked for all the same
+        idle = Column(low, base[low:high], [None] * ask.experts)
+        found = operator.apply(where, ask.parameters(), prepared, idle)
+        assert torch.equal(cases.bits(found), cases.bits(whole[low:high]))
     assert torch.equal(whole[832:], base[832:])
 
 

@@ -16,7 +16,7 @@ from mpfs.merge.operators.arithmetic import accumulator, difference, rounded, sc
 from mpfs.merge.operators.base import Column, FastPath, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.magnitude import patterns
 from mpfs.merge.operators.pieces import PIECE
-from mpfs.merge.operators.reductions import Floats, RunningSum, base_of, doubles, length
+from mpfs.merge.operators.reductions import Floats, RunningSum, base_of, doubles, length, unchanged
 from mpfs.merge.operators.rows import part, shape_of, whole_rows, without_gaps
 from mpfs.merge.operators.task_vector import TaskVectorOperator
 from mpfs.merge.operators.values import value_of
@@ -139,6 +139,8 @@ class DellaLinear(TaskVectorOperator):
         Raises:
             ValueError: the column has no base.
         """
+        if unchanged(column):
+            return base_of(context, column)
         masks: list[Mask | None] = []
         for i, (density, _) in enumerate(self._chances(parameters)):
             read = column.experts[i] is not None

@@ -13,7 +13,7 @@ from mpfs.merge.operators.arithmetic import difference, quotient, rounded
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.pieces import by_piece
-from mpfs.merge.operators.reductions import Floats, base_of, doubles, filled, length, row_sums, sum_each
+from mpfs.merge.operators.reductions import Floats, base_of, doubles, filled, length, row_sums, sum_each, unchanged
 from mpfs.merge.operators.rows import measure_cut_rows, row_index, row_values, shape_of, without_gaps
 from mpfs.merge.operators.values import value_of
 
@@ -70,7 +70,7 @@ class ModelStock(Operator):
             ValueError: the column has no base.
         """
         base = base_of(context, column)
-        if len(column.experts) < 2:
+        if len(column.experts) < 2 or unchanged(column):
             return base
         if value_of(self.parameters, parameters.shared, "filter_wise"):
             width = shape_of(context)[-1]

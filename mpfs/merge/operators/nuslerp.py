@@ -12,7 +12,7 @@ from mpfs.merge.operators.arithmetic import accumulator, difference, moved, quot
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.pieces import by_piece
-from mpfs.merge.operators.reductions import Floats, all_pieces, doubles, filled, length, row_sums, sum_each
+from mpfs.merge.operators.reductions import Floats, all_pieces, doubles, filled, length, row_sums, sum_each, unchanged
 from mpfs.merge.operators.rows import measure_cut_rows, row_index, row_values, shape_of, without_gaps
 from mpfs.merge.operators.values import value_of
 
@@ -94,6 +94,8 @@ class NuSlerp(Operator):
 
     def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:
         """One column."""
+        if column.base is not None and unchanged(column):
+            return column.base
         share = self._share(parameters)
         along = self._along(context, parameters)
         count = length(column)

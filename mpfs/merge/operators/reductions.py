@@ -51,6 +51,11 @@ def base_of(context: TensorContext, column: Column) -> torch.Tensor:
     return column.base
 
 
+def unchanged(column: Column) -> bool:
+    """Whether no expert differs from the base here, as far as it is read."""
+    return column.base is not None and all(expert is None or expert is column.base for expert in column.experts)
+
+
 def filled(context: TensorContext, column: Column) -> list[torch.Tensor]:
     """The experts' values, the base's where an expert is not read.
 
