@@ -203,14 +203,11 @@ class Repository(Contents, AbstractContextManager["Repository"]):
         from mpfs.merge.commit import load_model, make_plan
 
         parsed = _recipe(recipe)
-        names = [item.name for item in parsed.models]
-        if parsed.base is not None and parsed.base not in names:
-            names.append(parsed.base)
         folder = None if isinstance(recipe, Mapping) else Path(recipe).parent
         plan = make_plan(
             self._store,
             parsed,
-            [load_model(self._store, name, self._commit_of_model(name, folder)) for name in names],
+            [load_model(self._store, name, self._commit_of_model(name, folder)) for name in parsed.model_names],
             budget=budget or Budget(),
             policy=policy,
             seed=seed,

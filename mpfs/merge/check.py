@@ -6,13 +6,13 @@ exist, and keeps its budget, so the engine can run it as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RecipeError, UsageError
 from mpfs.merge.compile import column_blocks
-from mpfs.merge.inputs import Model, ModelTensor
+from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator, Parameters, get_operator
-from mpfs.objects import BlockId, Commit, Plan, PlanTensor, Selection
+from mpfs.objects import BlockId, Commit, ObjectId, Plan, PlanTensor, Selection
 from mpfs.objects.dtypes import MERGEABLE, itemsize
 from mpfs.store import Store
 
@@ -61,8 +61,9 @@ def check_plan(plan: Plan, models: Sequence[Model]) -> None:
     if len(set(names)) != len(names):
         raise BadInputError("plan: two of its tensors have the same name")
     sizes: dict[BlockId, int] = {}
+    known = [{item.identity: item for item in model.tensors.values()} for model in models]
     for tensor in plan.tensors:
-        sizes.update(_check_tensor(plan, tensor, models, operator))
+        sizes.update(_check_tensor(plan, tensor, known, operator))
     total = sum(sizes.values())
     if plan.budget.kind == "bytes" and total > plan.budget.value:
         raise BadInputError(
@@ -70,35 +71,40 @@ def check_plan(plan: Plan, models: Sequence[Model]) -> None:
         )
 
 
-def _check_tensor(plan: Plan, tensor: PlanTensor, models: Sequence[Model], operator: Operator) -> dict[BlockId, int]:
-    """The expert blocks that a planned tensor reads, with their sizes."""
+def _check_tensor(
+    plan: Plan, tensor: PlanTensor, known: Sequence[Mapping[ObjectId, ModelTensor]], operator: Operator
+) -> dict[BlockId, int]:
+    """The expert blocks that a planned tensor reads, with their sizes; `known` are the tensors of each model by id."""
+    everywhere = range(len(known))
 
     def fail(problem: str) -> BadInputError:
         return BadInputError(f"plan: tensor {tensor.name}: {problem}", tensor=tensor.name)
 
-    def found(identity: str, among: Sequence[Model]) -> ModelTensor:
-        for model in among:
-            item = model.tensors.get(tensor.name)
-            if item is not None and item.identity == identity:
+    def found(identity: str, among: Sequence[int]) -> ModelTensor:
+        # Slices give a tensor another name than its inputs have, and tied ones stand in for each other.
+        for index in among:
+            item = known[index].get(identity)
+            if item is not None:
                 if item.tensor.shape != tensor.shape:
                     raise fail(f"its shape is {list(item.tensor.shape)}, not {list(tensor.shape)}")
                 return item
-        raise fail(f"{identity[:12]} is not a tensor of this name in the plan's models")
+        raise fail(f"{identity[:12]} is no tensor of the plan's models")
 
     if tensor.action == "keep":
         if tensor.base is None:
             raise fail("it is kept, but nothing is named to keep")
-        if found(tensor.base, models).tensor.dtype != tensor.dtype:
+        if found(tensor.base, everywhere).tensor.dtype != tensor.dtype:
             raise fail("it is kept, but with another dtype")
         return {}
-    if tensor.action != "compute" or tensor.dtype not in MERGEABLE or not tensor.experts:
+    nothing = not tensor.experts and tensor.base is None
+    if tensor.action != "compute" or tensor.dtype not in MERGEABLE or nothing:
         raise fail("it cannot be computed like this")
     base = None
     if tensor.base is not None:
-        base = found(tensor.base, [] if plan.base is None else [models[plan.base]])
-    if any(not 0 <= model < len(models) for model, _ in tensor.experts):
+        base = found(tensor.base, everywhere)
+    if any(not 0 <= model < len(known) for model, _ in tensor.experts):
         raise fail("an expert is not one of the plan's models")
-    experts = [found(identity, [models[model]]) for model, identity in tensor.experts]
+    experts = [found(identity, [model]) for model, identity in tensor.experts]
     dtypes = {item.tensor.dtype for item in (*experts, *([] if base is None else [base]))}
     if not dtypes <= MERGEABLE:
         raise fail(f"{', '.join(sorted(dtypes))} cannot be merged")
@@ -113,7 +119,7 @@ def _check_tensor(plan: Plan, tensor: PlanTensor, models: Sequence[Model], opera
     everything = Selection(((0, tensor.column_count),)) if tensor.column_count else Selection(())
     if (base is None or base.tensor.dtype != tensor.dtype) and tensor.columns != everything:
         raise fail("columns are to be kept that there is nothing to keep of")
-    problems = operator.validate(Parameters(tensor.shared, tensor.parameters))
+    problems = operator.validate(Parameters(tensor.shared, tensor.parameters)) if experts else []
     if problems:
         raise RecipeError(
             f"plan: tensor {tensor.name}: {'; '.join(problems)}",

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpfs.merge.architecture import Config
 from mpfs.merge.check import check_models, check_plan
 from mpfs.merge.compile import compile_plan
+from mpfs.merge.config import layers_taken
 from mpfs.merge.engine import Outcome, execute
 from mpfs.merge.fidelity import measure_fidelity
-from mpfs.merge.inputs import Model, ModelTensor, OnMismatch, fit
+from mpfs.merge.inputs import OnMismatch, fit
+from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import get_operator
 from mpfs.merge.output import assemble
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, recipe_from_mapping
 from mpfs.merge.reports import MergeReport
-from mpfs.objects import Budget, Commit, Figures, Input, ModelRef, ObjectId, Plan, Run, Snapshot, Tensor, object_id
+from mpfs.objects import (
+    BlobFile,
+    Budget,
+    Commit,
+    Figures,
+    Input,
+    ModelRef,
+    ObjectId,
+    Plan,
+    Run,
+    Snapshot,
+    Tensor,
+    object_id,
+)
 from mpfs.objects.progress import Progress
 from mpfs.store import RefMove, Store, Writer
+
+_LARGEST_CONFIG = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +52,26 @@ class MergeOptions:
 
 
 def load_model(store: Store, name: str, commit: ObjectId) -> Model:
-    """A commit as a model of a merge: its tensor objects by name; no block is read."""
+    """A commit as a model of a merge: its tensor objects by name, and its config.json; no block of a tensor is read."""
     snapshot_id = store.objects.get(Commit, commit).snapshot
     snapshot = store.objects.get(Snapshot, snapshot_id)
     tensors = {
         key: ModelTensor(identity, store.objects.get(Tensor, identity)) for key, identity in snapshot.tensors.items()
     }
-    return Model(ModelRef(name, commit, snapshot_id), tensors)
+    return Model(ModelRef(name, commit, snapshot_id), tensors, _config(store, snapshot))
+
+
+def _config(store: Store, snapshot: Snapshot) -> Config:
+    """The model's config.json; empty if it has none that can be read."""
+    file = snapshot.file("config.json")
+    if not isinstance(file, BlobFile) or file.size > _LARGEST_CONFIG:
+        return {}
+    content = store.objects.get(Tensor, file.content)
+    try:
+        value = json.loads(b"".join(store.blocks.read(block, file.path) for block in content.blocks))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def make_plan(
@@ -95,6 +127,7 @@ def run_plan(
             store.objects.get(Snapshot, plan.models[plan.template].snapshot),
             outcome.tensors,
             plan.out_dtype or plan.work_dtype,
+            layers=layers_taken(plan.recipe),
             objects=store.objects,
             blocks=store.blocks,
             writer=writer,

@@ -17,8 +17,9 @@ import torch
 
 from mpfs.errors import IntegrityError, MPFSError
 from mpfs.merge.compile import column_blocks
-from mpfs.merge.inputs import ModelTensor, promote
+from mpfs.merge.inputs import promote
 from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn
+from mpfs.merge.models import ModelTensor
 from mpfs.merge.numeric import to_torch, torch_dtype
 from mpfs.merge.operators import Column
 from mpfs.objects import BlockId, ObjectId, Plan, PlanTensor, Tensor

@@ -279,13 +279,13 @@ class _Execution:
     def _path(self, job: _Job) -> FastPath | None:
         """How kernels do a tensor; only asked for when something is computed, since numba takes its time to load."""
         if not job.path_known:
-            found = kernels() if self.fast else None
+            found = kernels() if self.fast and job.tensor.experts else None
             job.path = None if found is None else job.operator.fast(job.context, job.parameters, found)
             job.path_known = True
         return job.path
 
     def _prepare(self, job: _Job, executor: ThreadPoolExecutor) -> Prepared:
-        if type(job.operator).prepare is Operator.prepare:
+        if type(job.operator).prepare is Operator.prepare or not job.tensor.experts:
             return {}
         description = {
             **job.description,
@@ -355,6 +355,9 @@ class _Execution:
         path = self._path(job)
         if path is None:
             inputs = job.columns.read(column)
+            if not job.tensor.experts and inputs.base is not None:
+                # Nothing to merge: it only changes its dtype.
+                return to_bytes(inputs.base, job.tensor.dtype)
             merged = job.operator.apply(job.context, job.parameters, job.prepared, inputs)
             return to_bytes(merged, job.tensor.dtype)
         with job.columns.view(column) as bits:

@@ -35,7 +35,7 @@ def measure_fidelity(plan: Plan, full: Plan, store: Store, progress: Progress | 
     total = sum(tensor.numel for tensor in full.tensors)
     done = 0
     for tensor in full.tensors:
-        if tensor.action == "compute" and tensor.base is not None:
+        if tensor.action == "compute" and tensor.base is not None and tensor.experts:
             ours = _as_run(by_name[tensor.name], tensor)
             here = _compare(plan, full, ours, tensor, operator, store)
             error += here[0]

@@ -6,37 +6,27 @@ not take part is either an error or a note in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, TypeAlias
 
 from mpfs.errors import MismatchError, RecipeError
+from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator, Parameters
+from mpfs.merge.outline import Item, Source, outline, parameters_at
 from mpfs.merge.recipe import Recipe
-from mpfs.objects import ModelRef, ObjectId, Tensor
 from mpfs.objects.dtypes import BITS, MERGEABLE, itemsize
-from mpfs.objects.plan import Scalar
 
-OnMismatch: TypeAlias = Literal["error", "base"]
+OnMismatch: TypeAlias = Literal["error", "crop", "base"]
 
 _SHOWN = 3
 
+_QUANTISED = ("F8_", "F6_", "F4")
+"""How the names of dtypes begin that hold quantised weights."""
 
-@dataclass(frozen=True, slots=True)
-class ModelTensor:
-    """A tensor of a model, with its id."""
-
-    identity: ObjectId
-    tensor: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model of the merge: what it is, and its tensors by name in snapshot order."""
-
-    ref: ModelRef
-    tensors: Mapping[str, ModelTensor]
+_PACKED = ("qweight", "qzeros", "weight_packed", "absmax", "quant_map", "quant_state", "weight_scale")
+"""Parts of the names of tensors that GPTQ, AWQ, bitsandbytes and others pack weights into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +78,47 @@ class _Report:
 
     on_mismatch: OnMismatch
     missing: dict[str, list[str]] = field(default_factory=dict)
+    tied: dict[str, list[str]] = field(default_factory=dict)
     extra: dict[str, list[str]] = field(default_factory=dict)
+    lengths: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
+    quantised: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
     impossible: list[str] = field(default_factory=list)
+    values: dict[str, list[str]] = field(default_factory=dict)
 
-    def raise_or_notes(self) -> tuple[str, ...]:
+    def raise_or_notes(self, method: str) -> tuple[str, ...]:
+        if self.values:
+            told = [f"{message} (for {_some(names)})" if names else message for message, names in self.values.items()]
+            raise RecipeError(
+                f"parameters of {method}: {'; '.join(told)}",
+                problems=[{"path": "parameters", "message": item} for item in told],
+            )
         errors = list(self.impossible)
         notes: list[str] = []
         lenient = notes if self.on_mismatch == "base" else errors
+        lenient.extend(self.lengths)
         if self.reshaped:
             lenient.append(f"shapes differ: {_some(self.reshaped)}")
         if self.differing:
             lenient.append(f"tensors that cannot be averaged differ between models: {_some(self.differing)}")
+        if self.quantised:
+            lenient.append(
+                f"quantised weights cannot be merged: {_some(self.quantised)}; merge the models they were made from, "
+                "or dequantise them"
+            )
         for name, tensors in self.extra.items():
             lenient.append(f"{name} has {_tensors(tensors)} that the base has not: {_some(tensors)}")
         if errors:
+            crop = "cut vocabularies to what all models have with --on-mismatch crop, " if self.reshaped else ""
             raise MismatchError(
-                f"the models do not fit: {'; '.join(errors)}. Choose models of one architecture, or take the base's "
-                "tensors there with --on-mismatch base",
+                f"the models do not fit: {'; '.join(errors)}. Choose models of one architecture, {crop}or take the "
+                "base's tensors there with --on-mismatch base",
                 problems=errors,
             )
+        for name, tensors in self.tied.items():
+            notes.append(f"{name} ties {_some(tensors)}: that stands in for what it does not store")
         for name, tensors in self.missing.items():
             notes.append(f"{name} lacks {_tensors(tensors)}, merged without it there: {_some(tensors)}")
         if self.opaque:
@@ -122,10 +131,11 @@ def fit(recipe: Recipe, models: Sequence[Model], operator: Operator, on_mismatch
 
     Args:
         recipe: the checked recipe.
-        models: its models in listing order, and the base after them if it is not listed.
+        models: its models, in the order of `recipe.model_names`.
         operator: the method.
         on_mismatch: what to do about tensors of other shapes, integer tensors that differ, and tensors that only an
-            expert has: "error", or "base" for the base's tensor (noted).
+            expert has: "error", or "base" for the base's tensor (noted). "crop" is as "error": the models are cut
+            before (`mpfs.merge.crop`).
 
     Raises:
         MismatchError: the models do not fit.
@@ -133,119 +143,167 @@ def fit(recipe: Recipe, models: Sequence[Model], operator: Operator, on_mismatch
     """
     names = [model.ref.name for model in models]
     base = None if recipe.base is None else names.index(recipe.base)
-    template = 0 if base is None else base
-    expert_indices = [index for index in range(len(models)) if not (operator.needs_base and index == base)]
-    _check_parameters(recipe, operator, expert_indices)
-    report = _Report(on_mismatch)
-    tensors = []
-    for name in _output_names(models, template, operator, expert_indices, report):
-        inputs = _fit_tensor(name, recipe, models, operator, base, template, expert_indices, report)
-        if inputs is not None:
-            tensors.append(inputs)
-    return Fit(base, template, tuple(tensors), report.raise_or_notes())
+    laid_out = outline(recipe, models, operator)
+    report = _Report(on_mismatch, extra=laid_out.extra, lengths=laid_out.lengths)
+    fitter = _Fitter(recipe, models, operator, report)
+    tensors = [inputs for item in laid_out.items if (inputs := fitter.tensor(item)) is not None]
+    notes = report.raise_or_notes(operator.name)
+    return Fit(base, 0 if base is None else base, tuple(tensors), (*laid_out.notes, *notes))
 
 
-def parameters_of(recipe: Recipe, operator: Operator, experts: Sequence[int]) -> Parameters:
-    """The parameter values in force, for experts given by their index in the recipe's list of models.
+class _Fitter:
+    def __init__(self, recipe: Recipe, models: Sequence[Model], operator: Operator, report: _Report) -> None:
+        self._recipe = recipe
+        self._models = models
+        self._operator = operator
+        self._report = report
+        self._problems: dict[object, list[str]] = {}
 
-    Looked up as mergekit does: the model's own, then the recipe's, then the method's default.
-    """
-    shared: dict[str, Scalar] = {}
-    own: list[dict[str, Scalar]] = [{} for _ in experts]
-    for parameter in operator.parameters:
-        name = parameter.name
-        common = recipe.parameters.get(name, parameter.default)
-        if not parameter.per_model:
-            if common is not None:
-                shared[name] = common
-            continue
-        for values, index in zip(own, experts, strict=True):
-            given = recipe.models[index].parameters if index < len(recipe.models) else {}
-            value = given.get(name, common)
-            if value is not None:
-                values[name] = value
-    return Parameters(shared, own)
+    def tensor(self, item: Item) -> TensorInputs | None:
+        base = None if item.base is None else self._find(item.base)
+        present: list[tuple[Source, ModelTensor]] = []
+        for source in item.sources:
+            found = self._find(source)
+            if found is None:
+                self._report.missing.setdefault(self._name(source), []).append(item.name)
+            else:
+                present.append((source, found))
+        if base is not None and item.base is not None:
+            owner, first = item.base, base
+        elif present and (self._operator.needs_base or (self._operator.optional_base and item.base is not None)):
+            for source, _ in present:
+                self._report.extra.setdefault(self._name(source), []).append(item.name)
+            return None
+        elif present:
+            owner, first = present[0]
+        else:
+            return None
+        fitting: list[tuple[Source, ModelTensor]] = []
+        for source, found in present:
+            if found.tensor.shape != first.tensor.shape:
+                self._report.reshaped.append(
+                    f"{item.name} is {list(found.tensor.shape)} in {self._name(source)}, {list(first.tensor.shape)} in "
+                    f"{self._name(owner)}"
+                )
+            else:
+                fitting.append((source, found))
+        return self._fitting(item, base, owner, first, fitting, None if present else "no expert has it")
 
-
-def _check_parameters(recipe: Recipe, operator: Operator, experts: Sequence[int]) -> None:
-    problems = operator.validate(parameters_of(recipe, operator, experts))
-    if problems:
-        raise RecipeError(
-            f"parameters of {operator.name}: {'; '.join(problems)}",
-            problems=[{"path": "parameters", "message": item} for item in problems],
+    def _fitting(
+        self,
+        item: Item,
+        base: ModelTensor | None,
+        owner: Source,
+        first: ModelTensor,
+        experts: list[tuple[Source, ModelTensor]],
+        alone: str | None,
+    ) -> TensorInputs:
+        """A tensor whose experts all have the shape of `first`."""
+        dtypes = {found.tensor.dtype for _, found in experts} | {first.tensor.dtype}
+        if not dtypes <= MERGEABLE:
+            self._opaque(item, owner, first, experts, dtypes)
+            return _unmerged(item.name, first, "not floating point")
+        work = self._recipe.dtype or promote(dtypes)
+        out = self._recipe.out_dtype or work
+        if alone is None and not experts and item.sources:
+            alone = "no expert has it in this shape"
+        parameters = parameters_at(self._operator, item, [source for source, _ in experts])
+        if alone is None:
+            first, alone = self._single(item, first, base, experts, parameters)
+        if alone is not None:
+            if out == first.tensor.dtype and keeps_value(out, work):
+                return _unmerged(item.name, first, alone)
+            # It only has to change its dtype.
+            base, experts, parameters = first, [], Parameters({}, ())
+        return TensorInputs(
+            name=item.name,
+            shape=first.tensor.shape,
+            base=base,
+            experts=tuple((source.model, found) for source, found in experts),
+            parameters=parameters,
+            work_dtype=work,
+            out_dtype=out,
+            merged=True,
+            note=alone,
         )
 
-
-def _output_names(
-    models: Sequence[Model], template: int, operator: Operator, experts: Iterable[int], report: _Report
-) -> list[str]:
-    names = dict.fromkeys(models[template].tensors)
-    for index in experts:
-        extra = [name for name in models[index].tensors if name not in models[template].tensors]
-        if extra and operator.needs_base:
-            report.extra[models[index].ref.name] = extra
+    def _single(
+        self,
+        item: Item,
+        first: ModelTensor,
+        base: ModelTensor | None,
+        experts: Sequence[tuple[Source, ModelTensor]],
+        parameters: Parameters,
+    ) -> tuple[ModelTensor, str | None]:
+        """The one tensor that comes out as it is, and why; `first` and None if there is work to do."""
+        if self._operator.name == "passthrough" and len(experts) == 1:
+            source, found = experts[0]
+            if parameters.experts[0].get("scale", 1) == 1:
+                return found, f"{source.name} of {self._name(source)}, as it is"
+        wrong = self._validate(parameters)
+        if len(experts) == len(item.sources):
+            for message in wrong:
+                self._report.values.setdefault(message, []).append(item.name)
+        elif self._operator.count_problem(len(experts)) is None:
+            # What is right for all models may not be for those that have this tensor.
+            self._report.impossible.extend(f"{item.name}: {message}" for message in wrong)
+        elif base is not None:
+            return base, f"too few models have it for {self._operator.name}"
+        elif len(experts) == 1:
+            return first, f"only {self._name(experts[0][0])} has it"
         else:
-            names.update(dict.fromkeys(extra))
-    return list(names)
+            self._report.impossible.extend(f"{item.name}: {message}" for message in wrong)
+        return first, None
 
+    def _validate(self, parameters: Parameters) -> list[str]:
+        """What is wrong with these values; many tensors have the same."""
+        key = (tuple(parameters.shared.items()), tuple(tuple(values.items()) for values in parameters.experts))
+        if key not in self._problems:
+            self._problems[key] = self._operator.validate(parameters)
+        return self._problems[key]
 
-def _fit_tensor(
-    name: str,
-    recipe: Recipe,
-    models: Sequence[Model],
-    operator: Operator,
-    base_index: int | None,
-    template: int,
-    expert_indices: Sequence[int],
-    report: _Report,
-) -> TensorInputs | None:
-    base = None if base_index is None else models[base_index].tensors.get(name)
-    present = [(index, models[index].tensors[name]) for index in expert_indices if name in models[index].tensors]
-    for index in expert_indices:
-        if name not in models[index].tensors:
-            report.missing.setdefault(models[index].ref.name, []).append(name)
-    owner = template if name in models[template].tensors else present[0][0]
-    first = models[owner].tensors[name]
-    experts: list[tuple[int, ModelTensor]] = []
-    for index, item in present:
-        if item.tensor.shape != first.tensor.shape:
-            report.reshaped.append(
-                f"{name} is {list(item.tensor.shape)} in {models[index].ref.name}, {list(first.tensor.shape)} in "
-                f"{models[owner].ref.name}"
-            )
+    def _opaque(
+        self,
+        item: Item,
+        owner: Source,
+        first: ModelTensor,
+        experts: Sequence[tuple[Source, ModelTensor]],
+        dtypes: Iterable[str],
+    ) -> None:
+        """A tensor that is not floating point: it is carried over if it is the same everywhere."""
+        named = ", ".join(sorted(dtypes))
+        differing = [source for source, found in experts if found.identity != first.identity]
+        if not differing:
+            self._report.opaque.append(f"{item.name} ({first.tensor.dtype})")
+        elif any(dtype.startswith(_QUANTISED) for dtype in dtypes) or _is_packed(item.name):
+            self._report.quantised.append(f"{item.name} ({named})")
+        elif any("quantization_config" in self._models[source.model].config for source in (owner, *differing)):
+            self._report.quantised.append(f"{item.name} ({named}, by its config.json)")
         else:
-            experts.append((index, item))
+            self._report.differing.append(f"{item.name} ({named})")
 
-    def unmerged(note: str) -> TensorInputs:
-        dtype = first.tensor.dtype
-        return TensorInputs(name, first.tensor.shape, first, (), Parameters({}, ()), dtype, dtype, False, note)
+    def _find(self, source: Source) -> ModelTensor | None:
+        model = self._models[source.model]
+        if source.name not in model.tensors:
+            tied = model.stand_in(source.name)
+            if tied is not None and model.tensors.get(tied) is not None:
+                told = self._report.tied.setdefault(model.ref.name, [])
+                text = f"{source.name} to {tied}"
+                if text not in told:
+                    told.append(text)
+        return model.find(source.name)
 
-    dtypes = {item.tensor.dtype for _, item in experts} | {first.tensor.dtype}
-    if not dtypes <= MERGEABLE:
-        if any(item.identity != first.identity for _, item in experts):
-            report.differing.append(f"{name} ({', '.join(sorted(dtypes))})")
-        else:
-            report.opaque.append(f"{name} ({first.tensor.dtype})")
-        return unmerged("not floating point")
-    work = recipe.dtype or promote(dtypes)
-    alone = None if experts else "no expert has it" if not present else "no expert has it in this shape"
-    if alone is not None and (recipe.out_dtype or work) == first.tensor.dtype:
-        return unmerged(alone)
-    parameters = parameters_of(recipe, operator, [index for index, _ in experts])
-    if 0 < len(experts) < len(expert_indices):
-        # What is right for all models may not be for those that have this tensor.
-        report.impossible.extend(f"{name}: {problem}" for problem in operator.validate(parameters))
-    return TensorInputs(
-        name=name,
-        shape=first.tensor.shape,
-        base=base,
-        experts=tuple(experts),
-        parameters=parameters,
-        work_dtype=work,
-        out_dtype=recipe.out_dtype or work,
-        merged=True,
-        note=alone,
-    )
+    def _name(self, source: Source) -> str:
+        return self._models[source.model].ref.name
+
+
+def _unmerged(name: str, tensor: ModelTensor, note: str) -> TensorInputs:
+    dtype = tensor.tensor.dtype
+    return TensorInputs(name, tensor.tensor.shape, tensor, (), Parameters({}, ()), dtype, dtype, False, note)
+
+
+def _is_packed(name: str) -> bool:
+    return any(part in name for part in _PACKED)
 
 
 def promote(dtypes: Iterable[str]) -> str:

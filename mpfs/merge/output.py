@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpfs.formats import safetensors
+from mpfs.merge.config import config_with, parse_config, set_dtype, set_layers, set_tied
 from mpfs.objects import BlobFile, File, ObjectId, SafetensorsFile, Snapshot, Tensor, object_id
 from mpfs.objects.dtypes import MERGEABLE
 from mpfs.stats.staging import stage_bytes
@@ -14,7 +14,6 @@ from mpfs.store import BlockReader, ObjectReader, Writer
 from mpfs.vfs.layout import DEFAULT_METADATA, INDEX_PATH, SynthesisedFile, synthesise_files
 
 _CONFIG = "config.json"
-_CONFIG_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,7 @@ def assemble(
     merged: Mapping[str, Tensor],
     out_dtype: str | None,
     *,
+    layers: Sequence[int] | None = None,
     objects: ObjectReader,
     blocks: BlockReader,
     writer: Writer,
@@ -42,6 +42,7 @@ def assemble(
         merged: the output tensors by name in the snapshot, in order.
         out_dtype: the dtype that the recipe asked for, None if it did not. config.json is made to agree with it, or with
             the tensors.
+        layers: which layer of its inputs each layer of the output was; None if as it is.
         objects, blocks: for reading the template's side files.
         writer: takes the blocks of new files.
         block_size: the repository's, in bytes.
@@ -79,10 +80,9 @@ def assemble(
         if not isinstance(side, BlobFile) or side.path in taken or _is_root_index(side.path):
             continue
         content = objects.get(Tensor, side.content)
-        dtype = out_dtype or _common_dtype(merged)
-        if side.path == _CONFIG and dtype is not None:
+        if side.path == _CONFIG:
             old = b"".join(blocks.read(block, side.path) for block in content.blocks)
-            new = config_with_dtype(old, dtype, add=out_dtype is not None)
+            new = _true_config(old, template, merged, identities, out_dtype, layers)
             if new != old:
                 files.append(BlobFile(side.path, len(new), store(new)))
                 continue
@@ -91,24 +91,24 @@ def assemble(
     return Assembled(Snapshot(tuple(sorted(files, key=lambda file: file.path))), tuple(needed))
 
 
-def config_with_dtype(config: bytes, dtype: str, *, add: bool = True) -> bytes:
-    """A config.json whose dtype field says `dtype`; byte for byte the same if it does already, or is no JSON object.
-
-    transformers before 5 calls the field torch_dtype, later ones dtype: whichever is there is set. `add` says whether
-    one that is not there is added.
-    """
-    try:
-        value = json.loads(config)
-    except (ValueError, RecursionError):
-        return config
-    if not isinstance(value, dict):
-        return config
-    names = [name for name in ("dtype", "torch_dtype") if name in value] or ["torch_dtype"] * add
-    if all(value.get(name) == _CONFIG_NAMES[dtype] for name in names):
-        return config
-    for name in names:
-        value[name] = _CONFIG_NAMES[dtype]
-    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+def _true_config(
+    old: bytes,
+    template: Snapshot,
+    merged: Mapping[str, Tensor],
+    identities: Mapping[str, ObjectId],
+    out_dtype: str | None,
+    layers: Sequence[int] | None,
+) -> bytes:
+    """The template's config.json, made to agree with the output."""
+    config = parse_config(old)
+    if config is None:
+        return old
+    dtype = out_dtype or _common_dtype(merged)
+    if dtype is not None:
+        set_dtype(config, dtype, add=out_dtype is not None)
+    set_layers(config, template.tensors, identities, layers)
+    set_tied(config, template.tensors, identities)
+    return config_with(old, config)
 
 
 def _common_dtype(merged: Mapping[str, Tensor]) -> str | None:

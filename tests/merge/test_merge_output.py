@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mpfs.errors import MismatchError
 from mpfs.merge import output
-from mpfs.merge.output import config_with_dtype
+from mpfs.merge.config import config_with_dtype
 from mpfs.vfs.layout import synthesise_files
 
 pytest_plugins = ["merge_fixtures"]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import mpfs
 from mpfs.errors import BadInputError, MPFSError, NotFoundError, RecipeError, UsageError
-from mpfs.merge.output import config_with_dtype
+from mpfs.merge.config import config_with_dtype
 
 Edit = Callable[[dict[str, Any]], None]
 

@@ -1,0 +1,135 @@
+"""Recipes as text: YAML files of one document or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mpfs.errors import NotFoundError, RecipeError
+from mpfs.merge.recipe.grammar import recipe_from_mapping
+from mpfs.merge.recipe.model import Recipe
+from mpfs.merge.recipe.problems import kind, one_line, problem
+
+MAX_RECIPE_BYTES = 1 << 20
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe from a YAML file of one document.
+
+    Raises:
+        NotFoundError: there is no such file.
+        RecipeError: it has mistakes, or several documents.
+    """
+    return _only(load_recipes(path), str(path))
+
+
+def load_recipes(path: Path) -> tuple[Recipe, ...]:
+    """Read a YAML file of one or more documents, in order.
+
+    Raises:
+        NotFoundError: there is no such file.
+        RecipeError: it has mistakes.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_RECIPE_BYTES + 1)
+    except OSError as error:
+        raise NotFoundError(f"{path}: {error.strerror or error}", file=str(path)) from error
+    if len(data) > MAX_RECIPE_BYTES:
+        raise RecipeError(f"{path}: over {MAX_RECIPE_BYTES:,} bytes, too large to be a recipe")
+    try:
+        return parse_recipes(data.decode("utf-8"), where=str(path))
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text: {error}") from error
+
+
+def parse_recipe(text: str, where: str = "recipe") -> Recipe:
+    """Read a recipe from YAML text of one document.
+
+    Raises:
+        RecipeError: it has mistakes; `problems` lists all of them.
+    """
+    return _only(parse_recipes(text, where), where)
+
+
+def parse_recipes(text: str, where: str = "recipe") -> tuple[Recipe, ...]:
+    """Read YAML text of one or more documents. Of several all but the last must have a `name`, which later ones use.
+
+    Raises:
+        RecipeError: it has mistakes; `problems` lists all of them (in key paths `#2` is the second document).
+    """
+    try:
+        values = [value for value in yaml.load_all(text, _StrictLoader) if value is not None]
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{where}: not valid YAML: {one_line(error)}") from error
+    except RecursionError as error:
+        raise RecipeError(f"{where}: nested too deeply to be a recipe") from error
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        # PyYAML lets these out for numbers and dates that only look like some, and for odd tags.
+        raise RecipeError(f"{where}: not valid YAML: a value is not what it looks like: {one_line(error)}") from error
+    for value in values or [None]:
+        if not isinstance(value, dict):
+            raise RecipeError(f"{where}: a recipe is a mapping with merge_method and models, not {kind(value)}")
+    if len(values) == 1:
+        return (recipe_from_mapping(values[0], where),)
+    return _parse_all(values, where)
+
+
+def _parse_all(values: list[dict[str, Any]], where: str) -> tuple[Recipe, ...]:
+    recipes: list[Recipe] = []
+    problems: list[dict[str, str]] = []
+    names: set[str] = set()
+    for index, value in enumerate(values, start=1):
+        name = value.get("name")
+        if name is None and index < len(values):
+            problems.append(problem(f"#{index}.name", "missing: all documents but the last one need a name"))
+        elif isinstance(name, str) and name in names:
+            problems.append(problem(f"#{index}.name", f"an earlier document is called {name} already"))
+        if isinstance(name, str):
+            names.add(name)
+        try:
+            recipes.append(recipe_from_mapping(value, where))
+        except RecipeError as error:
+            listed: Any = error.details["problems"]
+            problems += [problem(f"#{index}.{item['path']}", item["message"]) for item in listed]
+            continue
+        later = {str(other.get("name")) for other in values[index - 1 :] if other.get("name") is not None}
+        problems += [
+            problem(f"#{index}", f"it uses {model}, which is itself or a later document: documents run in order")
+            for model in recipes[-1].model_names
+            if model in later
+        ]
+    if problems:
+        lines = "; ".join(f"{item['path']}: {item['message']}" for item in problems)
+        raise RecipeError(f"{where}: {lines}", problems=problems)
+    return tuple(recipes)
+
+
+def _only(recipes: tuple[Recipe, ...], where: str) -> Recipe:
+    if len(recipes) != 1:
+        raise RecipeError(f"{where}: it holds {len(recipes)} documents, and one is wanted here")
+    return recipes[0]
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Plain data only, no aliases (they can blow up to gigabytes), no key twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]  # untyped in PyYAML's stubs
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not allowed in a recipe", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
