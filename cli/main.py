@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from . import (
+    analyze,
     branch,
     cat,
     checkout,
@@ -84,6 +85,7 @@ _VERBS: tuple[tuple[str, str, Callable[..., None]], ...] = (
     (MERGE, "plan", plan.plan),
     (MERGE, "merge", merge.merge),
     (MERGE, "explain", explain.explain),
+    (MERGE, "analyze", analyze.analyze),
     (HISTORY, "log", log.log),
     (HISTORY, "show", show.show),
     (HISTORY, "ls", ls.ls),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pwd
 import time as clock
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,7 @@ from mpfs.vfs.contents import Contents
 
 if TYPE_CHECKING:
     from mpfs.ingest.commit import ImportReport
+    from mpfs.merge.analyze import AnalysisReport
     from mpfs.merge.recipe import Recipe
 
 PolicyName: TypeAlias = Literal["energy", "layerwise", "uniform", "random"]
@@ -281,6 +282,31 @@ class Repository(Contents, AbstractContextManager["Repository"]):
             plan = self.plan(recipe, budget=budget, policy=policy, seed=seed, on_mismatch=on_mismatch, save=False).plan
         options = MergeOptions(reuse, verify_fidelity, memory, threads, progress)
         return run_plan(self._store, plan, into, message=message, author=self._author, options=options)
+
+    def analyze(
+        self,
+        experts: Sequence[str],
+        base: str,
+        *,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> AnalysisReport:
+        """Measure exactly how experts differ from their base and from each other, block by block, for better plans.
+
+        Args:
+            experts: revisions.
+            base: the revision that they were tuned from.
+            threads: worker threads; default: the number of CPUs.
+            progress: told bytes compared, of all.
+
+        Raises:
+            NotFoundError: one of them names nothing.
+            IntegrityError: a block is damaged.
+        """
+        from mpfs.merge.analyze import analyze
+
+        commits = [self.resolve(expert) for expert in experts]
+        return analyze(self._store, self.resolve(base), commits, threads=threads, progress=progress)
 
     def explain(self, target: str) -> Explanation:
         """Explain the plan of a merge commit (given as a revision), or a plan (by id or file).

@@ -36,6 +36,7 @@ from mpfs.objects import (
 )
 from mpfs.objects.progress import Progress
 from mpfs.store import RefMove, Store, Writer
+from mpfs.store.pairs import PairTable
 
 _LARGEST_CONFIG = 1 << 24
 
@@ -97,6 +98,7 @@ def make_plan(
         budget=budget,
         policy=policy,
         seed=seed,
+        pairs=PairTable(store.environment),
     )
 
 

@@ -24,9 +24,11 @@ from mpfs.merge.weights import DeltaWeights, delta_weights
 from mpfs.objects import BlockId, Budget, Cost, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.stats import Records, delta_gram
+from mpfs.stats.exact import in_columns, unpack_distances, with_exact
 from mpfs.stats.shrink import shrink_gram
 from mpfs.stats.stored import blocks_per_column, column_records
 from mpfs.store import BlockReader
+from mpfs.store.pairs import PairTable
 
 _LARGEST = 1e150
 """Products of deltas are cut to this, so that sums of them stay finite whatever the weights are."""
@@ -61,6 +63,7 @@ def compile_plan(
     budget: Budget,
     policy: Policy = "energy",
     seed: int = 0,
+    pairs: PairTable | None = None,
 ) -> Plan:
     """Make a plan.
 
@@ -72,13 +75,14 @@ def compile_plan(
         budget: what the expert reads may cost, or the fidelity wanted.
         policy: how blocks are chosen.
         seed: for the random policy and for methods that draw random numbers.
+        pairs: exact distances, which are preferred to estimates where they are known.
 
     Raises:
         BudgetInfeasibleError: the method must read more than the budget allows.
         UsageError: a budget or fidelity that cannot be meant.
     """
     _check_budget(budget)
-    weighed = {inputs.name: weigh(inputs, operator, reader) for inputs in fitted.tensors if inputs.merged}
+    weighed = {inputs.name: weigh(inputs, operator, reader, pairs) for inputs in fitted.tensors if inputs.merged}
     everything_read = _choose_all(weighed)
     full = _distinct_bytes(weighed, everything_read)
     limit = _limit(budget, full)
@@ -177,15 +181,19 @@ def _fidelity(choices: _Chosen) -> float:
     return round(predicted_fidelity(choices.values()), 9)
 
 
-def weigh(inputs: TensorInputs, operator: Operator, reader: BlockReader) -> Weighed:
+def weigh(inputs: TensorInputs, operator: Operator, reader: BlockReader, pairs: PairTable | None = None) -> Weighed:
     """A merged tensor as the planner sees it."""
     base = None if inputs.base is None else inputs.base.tensor
     differing = tuple(_differing(expert.tensor, base) for _, expert in inputs.experts)
-    return Weighed(inputs, differing, _candidates(inputs, differing, operator, reader))
+    return Weighed(inputs, differing, _candidates(inputs, differing, operator, reader, pairs))
 
 
 def _candidates(
-    inputs: TensorInputs, differing: Sequence[NDArray[np.bool_]], operator: Operator, reader: BlockReader
+    inputs: TensorInputs,
+    differing: Sequence[NDArray[np.bool_]],
+    operator: Operator,
+    reader: BlockReader,
+    pairs: PairTable | None,
 ) -> Candidates:
     elements = inputs.column_elements
     experts = [item.tensor for _, item in inputs.experts]
@@ -202,6 +210,8 @@ def _candidates(
     sizes[-1] = inputs.numel - (columns - 1) * elements
     # An equal block has no delta, whatever rounding left in the sketches.
     gram = shrink_gram(delta_gram(origin, records), sizes, cost > 0)
+    if pairs is not None:
+        gram = _with_pairs(gram, inputs, pairs)
     weights = delta_weights(operator, inputs.parameters)
     with np.errstate(over="ignore", invalid="ignore"):
         for i, first in enumerate(weights.experts):
@@ -211,6 +221,24 @@ def _candidates(
     if weights.surplus:
         drift = _drift(origin, records, weights)
     return Candidates(inputs.name, _cut(gram), cost, operator.interaction == "column", drift)
+
+
+def _with_pairs(gram: NDArray[np.float64], inputs: TensorInputs, pairs: PairTable) -> NDArray[np.float64]:
+    """What is known exactly, in the place of estimates."""
+    models = [item for _, item in inputs.experts]
+
+    def distance(a: ModelTensor, b: ModelTensor) -> NDArray[np.float64] | None:
+        if (a.tensor.dtype, a.tensor.shape) != (b.tensor.dtype, b.tensor.shape):
+            return None
+        count = len(a.tensor.blocks)
+        payload = bytes(8 * count) if a.identity == b.identity else pairs.get(a.identity, b.identity)
+        found = None if payload is None else unpack_distances(payload, count)
+        return None if found is None else in_columns(found, blocks_per_column(a.tensor, inputs.column_elements))
+
+    from_base = {} if inputs.base is None else {i: distance(inputs.base, item) for i, item in enumerate(models)}
+    exact = {i: values for i, values in from_base.items() if values is not None}
+    between = {(i, j): distance(models[i], models[j]) for i in exact for j in exact if i < j}
+    return with_exact(gram, exact, {pair: values for pair, values in between.items() if values is not None})
 
 
 def _cut(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -19,6 +19,7 @@ from mpfs.merge.planner import POLICIES, rank
 from mpfs.merge.recipe import recipe_from_mapping
 from mpfs.objects import Plan, PlanTensor
 from mpfs.store import Store
+from mpfs.store.pairs import PairTable
 
 
 def find_insight(store: Store, plan: Plan) -> Insight:
@@ -31,7 +32,8 @@ def find_insight(store: Store, plan: Plan) -> Insight:
     operator = get_operator(plan.method)
     models = [load_model(store, model.name, model.commit) for model in plan.models]
     fitted = fit(recipe, models, operator, "base")
-    weighed = {inputs.name: weigh(inputs, operator, store.blocks) for inputs in fitted.tensors if inputs.merged}
+    pairs = PairTable(store.environment)
+    weighed = {inputs.name: weigh(inputs, operator, store.blocks, pairs) for inputs in fitted.tensors if inputs.merged}
     experts = [index for index in range(len(plan.models)) if index != plan.base]
     place = {model: number for number, model in enumerate(experts)}
     gram = np.zeros((len(experts), len(experts)))

@@ -6,12 +6,16 @@ The one module here that reads the store; the functions that it feeds stay pure.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpfs.objects import Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.stats.estimate import combine
+from mpfs.stats.exact import squared_distance
 from mpfs.stats.record import RECORD, Records
 from mpfs.store import BlockReader, stats_key
+
+_BATCH_BLOCKS = 16
 
 
 def block_records(reader: BlockReader, tensor: Tensor) -> Records:
@@ -39,3 +43,22 @@ def column_records(reader: BlockReader, tensor: Tensor, column_elements: int) ->
     padded = np.zeros(columns * width, RECORD)
     padded[: len(records)] = records
     return combine(padded.reshape(columns, width))
+
+
+def block_distances(reader: BlockReader, a: Tensor, b: Tensor, where: str) -> NDArray[np.float64]:
+    """The squared distances of two tensors' blocks, shape (blocks,). The tensors have one mergeable dtype and one shape;
+    blocks that differ are read.
+
+    Raises:
+        IntegrityError: a block is missing or damaged; the message says `where`.
+    """
+    result = np.zeros(len(a.blocks))
+    differing = [index for index, (ours, theirs) in enumerate(zip(a.blocks, b.blocks, strict=True)) if ours != theirs]
+    for start in range(0, len(differing), _BATCH_BLOCKS):
+        batch = differing[start : start + _BATCH_BLOCKS]
+        blocks = [block for index in batch for block in (a.blocks[index], b.blocks[index])]
+        reader.prefetch(blocks)
+        with reader.view(blocks, where) as payloads:
+            for place, index in enumerate(batch):
+                result[index] = squared_distance(payloads[2 * place], payloads[2 * place + 1], a.dtype)
+    return result

@@ -166,3 +166,10 @@ def test_numbers_that_json_does_not_have_become_null() -> None:
     assert to_json({"a": [float("nan"), float("inf"), 1.5, {"b": (float("-inf"),)}]}).split() == (
         ["{", '"a":', "[", "null,", "null,", "1.5,", "{", '"b":', "[", "null", "]", "}", "]", "}"]
     )
+
+
+def test_analyze(mpfs: Command, workplace: Path) -> None:
+    document = has(mpfs("analyze", "a", "b", "--base", "base", "--json").json, "pairs known bytes_compared seconds")
+    assert document["pairs"] > 0
+    assert mpfs("analyze", "a", "b", "--base", "base", "--json").json["pairs"] == 0
+    assert "known already" in mpfs("analyze", "a", "--base", "base").out
