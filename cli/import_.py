@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import JsonOption, MessageOption, ThreadsOption
+from .options import JsonOption, MessageOption, ThreadsOption, flag
 from .output import ID, REF
 from .session import Session
 from .sizes import format_count, format_seconds, format_size
@@ -18,7 +18,7 @@ def import_checkpoint(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A directory in Hugging Face layout, or a .safetensors, .bin, .pt or .pth file.",
+            help="A directory in Hugging Face layout, or a .safetensors, .gguf, .npz, .bin, .pt or .pth file.",
         ),
     ],
     ref: Annotated[str, typer.Option("--as", metavar="REF", help="The branch to commit to; made if it is new.")],
@@ -30,13 +30,25 @@ def import_checkpoint(
         str | None,
         typer.Option("--key", metavar="KEY", help="Which state dict of a torch file to take, where it holds several."),
     ] = None,
+    strip_prefix: Annotated[
+        str | None,
+        typer.Option(
+            "--strip-prefix",
+            metavar="TEXT",
+            help="Take this off the beginning of names in torch and .npz files, such as 'module.'.",
+        ),
+    ] = None,
+    verify: Annotated[
+        bool, flag("--verify", help="Read files again that an earlier import has read and that did not change since.")
+    ] = False,
     message: MessageOption = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Import a checkpoint to a branch.
 
-    Blocks that are in the repository already are not stored again. Torch files are read without running code.
+    Blocks that are in the repository already are not stored again, and files that did not change since an earlier import
+    are not read again. Torch files are read without running code.
 
         mpfs import ./Qwen3-0.6B --as qwen3
         mpfs import tuned/model.safetensors --as math --base qwen3 -m "math expert, epoch 3"
@@ -45,10 +57,20 @@ def import_checkpoint(
     out = session.output(as_json)
     with session.open() as repository, out.progress(f"import {ref}", "bytes") as progress:
         report = repository.import_checkpoint(
-            source, ref, base=base, key=key, message=message, threads=threads, progress=progress
+            source,
+            ref,
+            base=base,
+            key=key,
+            strip_prefix=strip_prefix,
+            verify=verify,
+            message=message,
+            threads=threads,
+            progress=progress,
         )
     if report.skipped:
         out.note(f"left out, being no part of a model: {', '.join(report.skipped)}")
+    for note in report.notes:
+        out.note(note)
     if as_json:
         out.document(report.as_json())
     elif session.quiet:
@@ -61,6 +83,11 @@ def import_checkpoint(
                 ("tensors", f"{report.tensors:,}, {format_size(report.bytes)} with all files"),
                 ("written", f"{format_size(report.bytes_written)} in {format_count(report.new_blocks, 'new block')}"),
                 ("deduplicated", format_count(report.deduplicated_blocks, "block")),
+                *(
+                    [("not read", f"{format_size(report.known_bytes)} in files known already")]
+                    if report.known_bytes
+                    else []
+                ),
                 ("time", format_seconds(report.seconds)),
             ]
         )

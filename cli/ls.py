@@ -45,7 +45,7 @@ def ls(
                 snapshot = repository.snapshot(revision)
                 inside = {
                     file.prefix + name
-                    for file in snapshot.safetensors_files()
+                    for file in snapshot.tensor_files()
                     if file.path in wanted
                     for name, _ in file.tensors
                 }

@@ -35,6 +35,7 @@ from . import (
     show,
     stats,
     tag,
+    verify,
 )
 from .failures import drop_stdout, report
 from .options import flag
@@ -79,6 +80,7 @@ START, MERGE, HISTORY, REFS, UPKEEP = "Start", "Merge", "History", "Refs", "Upke
 _VERBS: tuple[tuple[str, str, Callable[..., None]], ...] = (
     (START, "init", init.init),
     (START, "import", import_.import_checkpoint),
+    (START, "verify", verify.verify),
     (START, "checkout", checkout.checkout),
     (START, "export", export.export),
     (START, "mount", mount.mount),

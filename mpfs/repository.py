@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from mpfs.errors import BadInputError, NotFoundError, RefConflictError
 from mpfs.history import Diff, Explanation, Insight, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
 from mpfs.history.storage import StorageReport, measure_storage
+from mpfs.ingest.facade import Imports
 from mpfs.merge.reports import MergeReport, PlanReport
-from mpfs.objects import Budget, Commit, Input, ObjectId, Plan, Run, Snapshot, Tensor, object_id
+from mpfs.objects import Budget, Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
 from mpfs.objects.ids import is_object_id
 from mpfs.objects.progress import Progress
 from mpfs.store import (
@@ -40,7 +41,6 @@ from mpfs.store.store import DEFAULT_BLOCK_SIZE, DEFAULT_MAP_SIZE
 from mpfs.vfs.contents import Contents
 
 if TYPE_CHECKING:
-    from mpfs.ingest.commit import ImportReport
     from mpfs.merge.analyze import AnalysisReport
     from mpfs.merge.recipe import Recipe
 
@@ -54,10 +54,10 @@ _DEFAULT_MEMORY = 1 << 30
 """Bound of a merge's anonymous memory, in bytes."""
 
 
-class Repository(Contents, AbstractContextManager["Repository"]):
+class Repository(Contents, Imports, AbstractContextManager["Repository"]):
     """An open repository. Close it, or use it in a `with` block; it may be used from several threads.
 
-    How to read a revision's files and tensors, check it out and mount it is in `Contents`.
+    How to read a revision's files and tensors, check it out and mount it is in `Contents`, how to import in `Imports`.
     """
 
     def __init__(self, store: Store, author: str | None = None) -> None:
@@ -127,50 +127,6 @@ class Repository(Contents, AbstractContextManager["Repository"]):
     def info(self) -> StoreInfo:
         """Format version, block size (bytes), hash and uuid."""
         return self._store.info
-
-    # -- getting things in --------------------------------------------------------------------------------------
-
-    def import_checkpoint(
-        self,
-        source: str | os.PathLike[str],
-        ref: str,
-        *,
-        base: str | None = None,
-        key: str | None = None,
-        message: str | None = None,
-        threads: int | None = None,
-        progress: Progress | None = None,
-    ) -> ImportReport:
-        """Import a checkpoint and commit it to a branch.
-
-        Args:
-            source: a directory in Hugging Face layout, a .safetensors file, or a torch file.
-            ref: the branch; made if it does not exist.
-            base: what it was fine-tuned from, as a revision; kept with the commit.
-            key: which state dict of a torch file to take, where it holds several.
-            message: the commit's message; default: what was imported.
-            threads: worker threads; default: the number of CPUs.
-            progress: told bytes done, of all.
-
-        Raises:
-            NotFoundError: there is nothing at `source`; or `base` names nothing.
-            BadInputError: the source is damaged, unsafe or no checkpoint. Nothing is changed.
-            RefConflictError: `ref` is a tag, or moved meanwhile.
-            NoSpaceError: the disk or the map is full.
-        """
-        from mpfs.ingest.commit import import_checkpoint
-
-        return import_checkpoint(
-            self._store,
-            Path(source),
-            ref,
-            base=None if base is None else Input("base", base, self.resolve(base)),
-            key=key,
-            message=message,
-            author=self._author,
-            threads=threads,
-            progress=progress,
-        )
 
     # -- merging ------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ diffusers' pipelines (one directory a component).
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from typing import Literal
 
 from mpfs.errors import BadInputError, FormatError, UnsafeInputError
 from mpfs.formats import sniff, strict_json
+from mpfs.formats.location import Location, opened
 from mpfs.formats.messages import count, listing, show
 from mpfs.formats.safetensors import MAX_HEADER_SIZE, Header, read_header
 from mpfs.formats.tree import FoundFile, walk
 
 SAFETENSORS_SUFFIX = ".safetensors"
+GGUF_SUFFIX = ".gguf"
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pth.tar", ".pt.tar")
 INDEX_SUFFIX = ".index.json"
 SAFETENSORS_INDEX_SUFFIX = SAFETENSORS_SUFFIX + INDEX_SUFFIX
@@ -29,8 +32,11 @@ _PRIMARY = ("model", "diffusion_pytorch_model")
 """Stems of the file that is *the* model where several files stand side by side; earlier ones win."""
 _PRIMARY_TORCH = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 _TRAINER_FILES = frozenset({"optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin"})
-_UNFINISHED_SUFFIXES = (".incomplete", ".part")
-_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".tflite", ".npz", ".ot")
+_UNFINISHED_SUFFIXES = (".incomplete", ".part", ".crdownload", ".partial", ".aria2")
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".tflite", ".npz", ".ot")
+
+
+_SPLIT = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<of>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +44,12 @@ class WeightFile:
     """A file of weights.
 
     `path` is relative and posix, `location` absolute. A tensor's name in the checkpoint is `prefix` + its name in
-    the file. `header` and `raw_header` (its bytes) are a safetensors file's, None and empty for a torch file.
+    the file. `header` and `raw_header` (its bytes) are a safetensors file's, None and empty for another.
     """
 
     path: str
-    location: Path
-    format: Literal["safetensors", "torch"]
+    location: Location
+    format: Literal["safetensors", "torch", "gguf"]
     prefix: str
     header: Header | None = None
     raw_header: bytes = b""
@@ -54,14 +60,14 @@ class SideFile:
     """A file that is kept as it is. `path` is relative and posix, `location` absolute."""
 
     path: str
-    location: Path
+    location: Location
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A scanned directory: its weights, its other files and what was skipped, each sorted by path."""
 
-    root: Path
+    root: str
     weights: tuple[WeightFile, ...]
     files: tuple[SideFile, ...]
     skipped: tuple[str, ...]
@@ -77,6 +83,8 @@ def scan(path: Path) -> Layout:
       directories `diffusion_pytorch_model.safetensors`). The others have the prefix `FILENAME:`.
     - Torch files are weights only in a directory without safetensors: pytorch_model.bin, or the shards of its
       index, or, in the root, the only *.pt, *.pth, *.bin or *.ckpt file.
+    - GGUF files are weights only in a directory with neither of these: one model, also in splits, has no further prefix;
+      of several each has the prefix `FILENAME:`.
     - Everything else is a side file, but for .git, .cache, .mpfs, *.lock and *.incomplete, which are skipped.
 
     Raises:
@@ -88,6 +96,11 @@ def scan(path: Path) -> Layout:
     """
     root = Path(path).absolute()
     found, skipped = walk(root)
+    return sort_out(str(root), found, skipped)
+
+
+def sort_out(root: str, found: Sequence[FoundFile], skipped: Sequence[str]) -> Layout:
+    """As `scan`, from the files of a directory, or of something like one, that was walked. `root` names it."""
     directories: dict[str, list[FoundFile]] = defaultdict(list)
     for file in found:
         directory, slash, _ = file.path.rpartition("/")
@@ -96,14 +109,16 @@ def scan(path: Path) -> Layout:
     weights: list[WeightFile] = []
     for prefix, files in directories.items():
         by_name = {file.path.removeprefix(prefix): file for file in files}
-        weights.extend(_safetensors_weights(prefix, by_name) or _torch_weights(prefix, by_name))
+        weights.extend(
+            _safetensors_weights(prefix, by_name) or _torch_weights(prefix, by_name) or _gguf_weights(prefix, by_name)
+        )
     if not weights:
         other = [file.path for file in found if file.path.endswith(_OTHER_WEIGHTS)]
         raise BadInputError(
-            f"{root}: no weights found; looked for *.safetensors in it and below, for pytorch_model.bin or its "
-            f"shards, and for one torch file (*{', *'.join(TORCH_SUFFIXES)}) in it"
-            + (f"; MPFS does not read {listing(other)}" if other else ""),
-            file=str(root),
+            f"{root}: no weights found; looked for *.safetensors and *.gguf in it and below, for pytorch_model.bin or "
+            f"its shards, and for one torch file (*{', *'.join(TORCH_SUFFIXES)}) in it"
+            + (f"; of a directory MPFS does not read {listing(other)}" if other else ""),
+            file=root,
         )
     _refuse_collisions(root, weights)
     taken = {weight.path for weight in weights}
@@ -115,19 +130,17 @@ def scan(path: Path) -> Layout:
     )
 
 
-def read_index(path: Path) -> dict[str, str]:
+def read_index(path: Location) -> dict[str, str]:
     """The `weight_map` of a sharded checkpoint's index: tensor name to the shard's file name, in the file's order.
 
     Raises:
         FormatError: the file is not such an index, or too large to be one (over MAX_HEADER_SIZE bytes).
         UnsafeInputError: it names a shard that is not in the index's own directory.
     """
-    try:
-        if path.stat().st_size > MAX_HEADER_SIZE:
+    with opened(path) as (file, size):
+        if size > MAX_HEADER_SIZE:
             raise FormatError(f"{path}: over {MAX_HEADER_SIZE:,} bytes are too many for an index", file=str(path))
-        content = path.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"{path}: cannot be read: {error.strerror or error}", file=str(path)) from error
+        content = file.read()
     problem = sniff.foreign(content[: sniff.HEAD_SIZE])
     if problem is not None:
         raise FormatError(f"{path}: {problem}", file=str(path))
@@ -146,14 +159,14 @@ def read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _refuse_unfinished(root: Path, paths: Iterable[str]) -> None:
+def _refuse_unfinished(root: str, paths: Iterable[str]) -> None:
     for path in paths:
         for suffix in _UNFINISHED_SUFFIXES:
             stem = path.removesuffix(suffix)
-            if stem != path and "/" not in path and stem.endswith((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)):
+            if stem != path and "/" not in path and stem.endswith((SAFETENSORS_SUFFIX, GGUF_SUFFIX, *TORCH_SUFFIXES)):
                 raise FormatError(
-                    f"{root / path}: this is an unfinished download of {show(stem)}; finish it, or remove the file",
-                    file=str(root / path),
+                    f"{root}/{path}: this is an unfinished download of {show(stem)}; finish it, or remove the file",
+                    file=f"{root}/{path}",
                 )
 
 
@@ -188,7 +201,7 @@ def _choose_index(by_name: Mapping[str, FoundFile]) -> str | None:
         if stem + SAFETENSORS_INDEX_SUFFIX in indexes:
             return stem + SAFETENSORS_INDEX_SUFFIX
     if len(indexes) > 1:
-        directory = by_name[indexes[0]].location.parent
+        directory = str(by_name[indexes[0]].location).rpartition("/")[0]
         raise FormatError(
             f"{directory}: several indexes, {listing(indexes)}; keep one, or import the others from directories of "
             "their own",
@@ -212,7 +225,7 @@ def _shards(by_name: Mapping[str, FoundFile], index: str) -> dict[str, str]:
     return shards
 
 
-def _check_shards(index: Path, shards: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+def _check_shards(index: Location, shards: Mapping[str, str], headers: Mapping[str, Header]) -> None:
     """Refuse an index that contradicts its shards, and shards that contradict each other."""
     foreign = sorted({shard for shard in shards.values() if shard not in headers})
     if foreign:
@@ -242,7 +255,7 @@ def _primary(by_name: Mapping[str, FoundFile], headers: Mapping[str, Header]) ->
     for stem in _PRIMARY:
         if stem + SAFETENSORS_SUFFIX in headers:
             return {stem + SAFETENSORS_SUFFIX}
-    directory = by_name[next(iter(headers))].location.parent
+    directory = str(by_name[next(iter(headers))].location).rpartition("/")[0]
     raise FormatError(
         f"{directory}: more than one file has {count(len(twice), 'tensor')} of the same name: {_spell(twice)}; none of the files is "
         "model.safetensors, so it is unclear which is the model: rename it so, or import the files one by one",
@@ -265,7 +278,7 @@ def _spell(twice: Mapping[str, Sequence[str]]) -> str:
     return f"{listing(list(twice))} (files: {listing(files)})"
 
 
-def _refuse_collisions(root: Path, weights: Iterable[WeightFile]) -> None:
+def _refuse_collisions(root: str, weights: Iterable[WeightFile]) -> None:
     """Refuse two tensors whose names are the same with their prefixes (`unet/a` in the root, `a` below `unet`)."""
     owners: dict[str, str] = {}
     for weight in weights:
@@ -278,6 +291,33 @@ def _refuse_collisions(root: Path, weights: Iterable[WeightFile]) -> None:
                     file=str(root),
                     tensor=name,
                 )
+
+
+def _gguf_weights(prefix: str, by_name: Mapping[str, FoundFile]) -> list[WeightFile]:
+    """The GGUF files of a directory: one model (or the splits of one) without a further prefix; else each with its own."""
+    names = [name for name in by_name if name.endswith(GGUF_SUFFIX)]
+    models: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        split = _SPLIT.fullmatch(name)
+        models[split["model"] if split else name].append(name)
+    for model, parts in models.items():
+        split = _SPLIT.fullmatch(parts[0])
+        if split and len(parts) != int(split["of"]):
+            location = by_name[parts[0]].location
+            raise FormatError(
+                f"{location}: {show(model)} has {split['of']} splits, of which {len(parts)} are here; download the others",
+                file=str(location),
+            )
+    return [
+        WeightFile(
+            by_name[name].path,
+            by_name[name].location,
+            "gguf",
+            prefix if len(models) == 1 else f"{prefix}{name if model == name else model}:",
+        )
+        for model, parts in models.items()
+        for name in parts
+    ]
 
 
 def _torch_weights(prefix: str, by_name: Mapping[str, FoundFile]) -> list[WeightFile]:
@@ -302,7 +342,7 @@ def _torch_names(prefix: str, by_name: Mapping[str, FoundFile]) -> Iterable[str]
         return []
     candidates = list(_root_candidates(by_name))
     if len(candidates) > 1:
-        directory = by_name[candidates[0]].location.parent
+        directory = str(by_name[candidates[0]].location).rpartition("/")[0]
         raise FormatError(
             f"{directory}: several torch files and no index that says which belong together: {listing(candidates)}; "
             "import one of them by its own path",
@@ -321,13 +361,10 @@ def _root_candidates(by_name: Mapping[str, FoundFile]) -> Iterator[str]:
             yield name
 
 
-def _head(location: Path, *, lfs_only: bool = False) -> bytes:
+def _head(location: Location, *, lfs_only: bool = False) -> bytes:
     """A torch file's first bytes; refused if they are a git-lfs pointer's or (but for `lfs_only`) foreign."""
-    try:
-        with location.open("rb") as file:
-            head = file.read(sniff.HEAD_SIZE)
-    except OSError as error:
-        raise BadInputError(f"{location}: cannot be read: {error.strerror or error}", file=str(location)) from error
+    with opened(location) as (file, _):
+        head = file.read(sniff.HEAD_SIZE)
     problem = None if sniff.is_torch_archive(head) else sniff.foreign(head)
     if problem is not None and (sniff.is_lfs_pointer(head) or not lfs_only):
         raise FormatError(f"{location}: {problem}", file=str(location))

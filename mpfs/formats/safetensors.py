@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from mpfs.errors import BadInputError, FormatError, NotFoundError
+from mpfs.errors import FormatError
 from mpfs.formats import sniff, strict_json
+from mpfs.formats.location import RemoteLocation, opened
 from mpfs.formats.messages import count, is_unicode, listing, show
 from mpfs.objects.dtypes import BITS
 
@@ -76,7 +76,7 @@ class Header:
         return self.entries[-1].end if self.entries else 0
 
 
-def read_header(path: str | os.PathLike[str]) -> tuple[Header, bytes]:
+def read_header(path: str | os.PathLike[str] | RemoteLocation) -> tuple[Header, bytes]:
     """The header of a file, parsed and as raw bytes (length, JSON and padding: `data_offset` bytes).
 
     Nothing after the header is read, and nothing is allocated before the length was checked against the file's
@@ -87,20 +87,11 @@ def read_header(path: str | os.PathLike[str]) -> tuple[Header, bytes]:
         BadInputError: the path is not a regular file, or cannot be read.
         FormatError: the file is not valid safetensors; see `parse_header`.
     """
-    source = os.fspath(path)
-    try:
-        # Looked at before it is opened: opening a named pipe would wait for a writer.
-        if not stat.S_ISREG(os.stat(source).st_mode):
-            raise BadInputError(f"{source}: not a regular file", file=source)
-        with open(source, "rb") as file:
-            file_size = os.fstat(file.fileno()).st_size
-            head = file.read(sniff.HEAD_SIZE)
-            data_offset = _LENGTH_SIZE + _header_length(head, file_size, source)
-            raw = head[:data_offset] + file.read(max(0, data_offset - len(head)))
-    except FileNotFoundError:
-        raise NotFoundError(f"{source}: no such file", file=source) from None
-    except OSError as error:
-        raise BadInputError(f"{source}: cannot be read: {error.strerror or error}", file=source) from error
+    source = str(path)
+    with opened(path) as (file, file_size):
+        head = file.read(sniff.HEAD_SIZE)
+        data_offset = _LENGTH_SIZE + _header_length(head, file_size, source)
+        raw = head[:data_offset] + file.read(max(0, data_offset - len(head)))
     return parse_header(raw, file_size, source=source), raw
 
 
@@ -201,6 +192,8 @@ def _header_length(head: bytes, file_size: int, source: str) -> int:
     if file_size < _LENGTH_SIZE or len(head) < _LENGTH_SIZE:
         _fail(source, sniff.foreign(head) or f"{file_size:,} bytes are too few for safetensors; it was cut off")
     length = int.from_bytes(head[:_LENGTH_SIZE], "little")
+    if length == 0 and not head.strip(b"\0"):
+        _fail(source, sniff.foreign(head) or "the header is empty")
     if length > MAX_HEADER_SIZE or length > file_size - _LENGTH_SIZE:
         # No text and no other format's magic number is a length that fits, so only misfits are worth a look.
         problem = sniff.foreign(head)

@@ -11,15 +11,23 @@ HEAD_SIZE = 512
 ZIP_MAGIC = b"PK\x03\x04"
 """A zip archive (APPNOTE 4.3.7); torch.save has written one since torch 1.6."""
 
+EMPTY_ZIP_MAGIC = b"PK\x05\x06"
+"""A zip archive with nothing in it."""
+
 PICKLE_MAGIC = b"\x80"
 """The PROTO opcode that opens every pickle of protocol 2 and above; torch.save before 1.6 wrote one."""
 
+_XET_START = b"# xet version"
 _LFS_START = b"version https://git-lfs.github.com/spec/"
 _OTHER_FORMATS = (
     (b"GGUF", "a GGUF file"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras or TensorFlow weights)"),
     (b"\x1f\x8b", "a gzip archive"),
-    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x93NUMPY", "a single NumPy array, which has no name; save it with numpy.savez (.npz)"),
+    (b"Rar!\x1a\x07", "a RAR archive"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
+    (b"\xfd7zXZ", "an xz archive"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive"),
 )
 
 
@@ -46,7 +54,13 @@ def foreign(head: bytes) -> str | None:
         return "the file is empty; download or copy it again"
     if is_lfs_pointer(head):
         return "this is a git-lfs pointer, fetch the file first: git lfs pull"
+    if head.startswith(_XET_START):
+        return "this is a xet pointer, fetch the file first: git xet checkout, or hf download"
+    if not head.strip(b"\0"):
+        return "it begins with zeros only: a download that reserved its space and did not finish; download it again"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if text.startswith((b'{"error"', b"{'error'")):
+        return "this is a server's error message saved under the name of a weight file; download the file itself"
     if text.startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")):
         return (
             "this is a web page saved under the name of a weight file (a login or error page of the server?); "
@@ -54,7 +68,7 @@ def foreign(head: bytes) -> str | None:
         )
     for magic, name in _OTHER_FORMATS:
         if head.startswith(magic):
-            return f"this is {name}; MPFS reads safetensors and torch files"
+            return f"this is {name}; MPFS reads safetensors, torch, GGUF and .npz files, by their suffixes"
     if head[257:262] == b"ustar":
         return "this is a tar archive (torch before 0.2 saved such, too); unpack it, or save it with a newer torch"
     return None

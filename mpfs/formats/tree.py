@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpfs.errors import BadInputError, FormatError, NotFoundError
+from mpfs.formats.location import Location
 from mpfs.formats.messages import is_unicode, show
 
 SKIPPED_NAMES = frozenset({".git", ".cache", ".mpfs"})
@@ -22,7 +23,7 @@ class FoundFile:
     """A file: its posix path relative to the directory, and its absolute path (symlinks in it not resolved)."""
 
     path: str
-    location: Path
+    location: Location
 
 
 def walk(root: Path) -> tuple[list[FoundFile], list[str]]:

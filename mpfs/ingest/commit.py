@@ -16,7 +16,9 @@ from mpfs.store import RefMove, Store
 @dataclass(frozen=True, slots=True)
 class ImportReport:
     """What an import did. Bytes: `bytes` of the checkpoint, `bytes_written` of new blocks. `new_commit` is False when
-    the ref already held just this. `skipped` are entries of the source that are no weights."""
+    the ref already held just this. `skipped` are entries of the source that are no weights. `known_bytes` are of files
+    that an earlier import had read, and that were not read again; their blocks count as deduplicated. `notes` are for a
+    person."""
 
     commit: ObjectId
     ref: str
@@ -29,10 +31,12 @@ class ImportReport:
     seconds: float
     new_commit: bool
     skipped: tuple[str, ...]
+    known_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
     def as_json(self) -> Json:
         """The JSON form."""
-        return {**asdict(self), "skipped": list(self.skipped)}
+        return {**asdict(self), "skipped": list(self.skipped), "notes": list(self.notes)}
 
 
 def import_checkpoint(
@@ -42,6 +46,8 @@ def import_checkpoint(
     *,
     base: Input | None,
     key: str | None,
+    strip_prefix: str | None = None,
+    verify: bool = False,
     message: str | None,
     author: str,
     threads: int | None,
@@ -52,7 +58,16 @@ def import_checkpoint(
     tip = store.refs.branch_tip(ref)
     inputs = () if base is None else (base,)
     with store.writer() as writer:
-        found = ingest(source, writer, store.info.block_size, key=key, threads=threads, progress=progress)
+        found = ingest(
+            source,
+            writer,
+            store.info.block_size,
+            key=key,
+            strip_prefix=strip_prefix,
+            known_to=None if verify else store,
+            threads=threads,
+            progress=progress,
+        )
         snapshot = object_id(found.snapshot.encode())
         current = None if tip is None else store.objects.get(Commit, tip)
         same = current is not None and current.snapshot == snapshot and (not inputs or current.inputs == inputs)
@@ -69,6 +84,7 @@ def import_checkpoint(
                 author=author,
                 time=int(clock.time()),
                 source=_text(str(source.resolve())),
+                manifest=found.manifest,
             )
             identity = writer.publish(
                 tensors=found.tensors,
@@ -84,11 +100,13 @@ def import_checkpoint(
         tensors=len(found.snapshot.tensors),
         bytes=found.size,
         new_blocks=figures.new_blocks,
-        deduplicated_blocks=figures.deduplicated_blocks,
+        deduplicated_blocks=figures.deduplicated_blocks + found.known_blocks,
         bytes_written=figures.bytes_written,
         seconds=clock.monotonic() - started,
         new_commit=not same,
         skipped=found.skipped,
+        known_bytes=found.known_bytes,
+        notes=found.notes,
     )
 
 

@@ -1,16 +1,19 @@
 """The way of a tensor's bytes into the store: read, hash, take statistics, stage.
 
-Worker threads do the first three for one block each (all of them release the interpreter lock); the calling thread
-stages results in order, and the writer's own thread syncs batches meanwhile. A bounded window of blocks is in memory.
+Worker threads do the first three (all of them release the interpreter lock); the calling thread stages results in
+order, and the writer's own thread syncs batches meanwhile. A worker's task is one block, or a run of small tensors of
+about as many bytes: a checkpoint of 20,000 small tensors is no 20,000 tasks. A bounded window of blocks is in memory.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
 
 from mpfs.ingest.source import ByteSource
 from mpfs.objects import Tensor
@@ -24,14 +27,26 @@ _WINDOW_BYTES = 64 << 20
 _MAX_WINDOW_BYTES = 256 << 20
 """Bytes of blocks in memory, however many threads there are; two blocks at least."""
 
+_RUN_BYTES = 256 << 10
+_RUN_BLOCKS = 64
+"""How much one task does at the most, if it is more than one block."""
+
+
+class Digest(Protocol):
+    """A hash that takes bytes in order, such as hashlib's."""
+
+    def update(self, data: bytes, /) -> object:
+        """Take more bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorJob:
-    """A tensor to be stored: dtype, shape and bytes."""
+    """A tensor to be stored: dtype, shape and bytes. `digest` is told the bytes in order, over all jobs that share it."""
 
     dtype: str
     shape: tuple[int, ...]
     source: ByteSource
+    digest: Digest | None = None
 
     @property
     def nbytes(self) -> int:
@@ -44,12 +59,30 @@ class TensorJob:
 
 
 @dataclass(slots=True)
-class _Pending:
-    """A tensor on its way: the futures of its blocks, in order."""
+class _Piece:
+    """A block to be read: `size` bytes from `offset` of a job's tensor. `ends` says whether it is the last one; a tensor
+    without bytes has one piece of no size."""
 
     job: TensorJob
-    remaining: int
-    blocks: list[bytes] = field(default_factory=list)
+    offset: int
+    size: int
+    first: int
+    ends: bool
+
+
+@dataclass(slots=True)
+class _Run:
+    """Pieces that one task reads."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+    nbytes: int = 0
+
+    def takes(self, piece: _Piece) -> bool:
+        return not self.pieces or (self.nbytes + piece.size <= _RUN_BYTES and len(self.pieces) < _RUN_BLOCKS)
+
+    def add(self, piece: _Piece) -> None:
+        self.pieces.append(piece)
+        self.nbytes += piece.size
 
 
 def store_tensors(
@@ -59,6 +92,7 @@ def store_tensors(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
+    done: int = 0,
     total: int = 0,
 ) -> Generator[Tensor, None, None]:
     """Store tensors; yields each, in the order of the jobs, once all its blocks are staged.
@@ -70,47 +104,79 @@ def store_tensors(
         block_size: bytes of a block.
         jobs: what to store; taken as needed.
         threads: worker threads; default: the number of CPUs.
-        progress: told the bytes staged so far, and `total`.
+        progress: told the bytes staged so far, `done` before the first, and `total`.
     """
     count = threads or os.cpu_count() or 1
-    window = max(2, min(max(2 * count, _WINDOW_BYTES // block_size), _MAX_WINDOW_BYTES // block_size))
-    queue: deque[tuple[_Pending, Future[StagedBlock] | None]] = deque()
-    done = 0
+    unit = max(block_size, _RUN_BYTES)
+    window = max(2, min(max(2 * count, _WINDOW_BYTES // unit), _MAX_WINDOW_BYTES // unit))
+    queue: deque[tuple[_Run, Future[list[StagedBlock | None]]]] = deque()
+    blocks: list[bytes] = []
 
     def finish_one() -> Iterator[Tensor]:
         nonlocal done
-        pending, future = queue.popleft()
-        if future is not None:
-            staged = future.result()
-            writer.put_block(staged)
-            pending.blocks.append(staged.block)
-            pending.remaining -= 1
-            done += len(staged.data)
-            if progress is not None:
-                progress(done, total)
-        if pending.remaining == 0:
-            yield Tensor(pending.job.dtype, pending.job.shape, block_size, tuple(pending.blocks))
+        run, future = queue.popleft()
+        found = future.result()
+        _digest(run, found)
+        for piece, staged in zip(run.pieces, found, strict=True):
+            job = piece.job
+            if staged is not None:
+                writer.put_block(staged)
+                blocks.append(staged.block)
+                done += piece.size
+                if progress is not None:
+                    progress(done, total)
+            if piece.ends:
+                yield Tensor(job.dtype, job.shape, block_size, tuple(blocks))
+                blocks.clear()
 
     with ThreadPoolExecutor(count, thread_name_prefix="mpfs-import") as executor:
         try:
-            for job in jobs:
-                offsets = range(0, job.nbytes, block_size)
-                pending = _Pending(job, len(offsets))
-                if not offsets:
-                    queue.append((pending, None))
-                for index, offset in enumerate(offsets):
-                    size = min(block_size, job.nbytes - offset)
-                    future = executor.submit(_stage, job, offset, size, first_element(job.dtype, block_size, index))
-                    queue.append((pending, future))
-                    while len(queue) >= window:
-                        yield from finish_one()
+            for run in _runs(jobs, block_size):
+                queue.append((run, executor.submit(_stage, run)))
+                while len(queue) >= window:
+                    yield from finish_one()
             while queue:
                 yield from finish_one()
         finally:
             for _, unfinished in queue:
-                if unfinished is not None:
-                    unfinished.cancel()
+                unfinished.cancel()
 
 
-def _stage(job: TensorJob, offset: int, size: int, first: int) -> StagedBlock:
-    return stage_block(bytes(job.source.read(offset, size)), job.dtype, first)
+def _digest(run: _Run, found: Sequence[StagedBlock | None]) -> None:
+    """Tell the digests of a run's jobs what was read, in as few calls as can be."""
+    for _, group in groupby(zip(run.pieces, found, strict=True), key=lambda pair: id(pair[0].job.digest)):
+        pairs = list(group)
+        digest = pairs[0][0].job.digest
+        if digest is not None:
+            data = [staged.data for _, staged in pairs if staged is not None]
+            digest.update(data[0] if len(data) == 1 else b"".join(data))
+
+
+def _runs(jobs: Iterable[TensorJob], block_size: int) -> Iterator[_Run]:
+    run = _Run()
+    for job in jobs:
+        for piece in _pieces(job, block_size):
+            if not run.takes(piece):
+                yield run
+                run = _Run()
+            run.add(piece)
+    if run.pieces:
+        yield run
+
+
+def _pieces(job: TensorJob, block_size: int) -> Iterator[_Piece]:
+    size = job.nbytes
+    if not size:
+        yield _Piece(job, 0, 0, 0, True)
+    for index, offset in enumerate(range(0, size, block_size)):
+        end = min(offset + block_size, size)
+        yield _Piece(job, offset, end - offset, first_element(job.dtype, block_size, index), end == size)
+
+
+def _stage(run: _Run) -> list[StagedBlock | None]:
+    return [
+        stage_block(bytes(piece.job.source.read(piece.offset, piece.size)), piece.job.dtype, piece.first)
+        if piece.size
+        else None
+        for piece in run.pieces
+    ]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
 from mpfs.errors import BadInputError, FormatError
-from mpfs.formats import torch_file
+from mpfs.formats import npz, torch_file
+from mpfs.formats.location import Location
+from mpfs.objects.dtypes import nbytes
 
 if TYPE_CHECKING:
     import torch
 
-_Stamp: TypeAlias = tuple[int, int, int, int]
+_Stamp: TypeAlias = tuple[int, int, int, int, int]
+
+_CHUNK = 4 << 20
 
 
 class ByteSource(Protocol):
@@ -51,7 +56,37 @@ class SourceFile:
         except OSError as error:
             self._fail(error)
         self._stamp = _stamp(status)
+        self._changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
         self.size = status.st_size
+        self.digest = hashlib.sha256()
+
+    @property
+    def identity(self) -> str:
+        """Where the file is, symlinks resolved; what is no Unicode in it as an escape."""
+        return os.path.realpath(self.path).encode("utf-8", "backslashreplace").decode("utf-8")
+
+    @property
+    def stamp(self) -> tuple[int, ...]:
+        """What changes with the file: device, inode, size, and times in nanoseconds."""
+        return self._stamp
+
+    def settled_before(self, time_ns: int) -> bool:
+        """Whether the file was last changed before a time."""
+        return self._changed_ns < time_ns
+
+    def sha256(self, progress: Callable[[int], None] | None = None) -> str:
+        """The SHA-256 of the file in hex, read now from its beginning to its end. `progress` is told the bytes read.
+
+        Raises:
+            FormatError, BadInputError: as for `read`.
+        """
+        whole, digest = self.range(0, self.size), hashlib.sha256()
+        for offset in range(0, self.size, _CHUNK):
+            size = min(_CHUNK, self.size - offset)
+            digest.update(whole.read(offset, size))
+            if progress is not None:
+                progress(offset + size)
+        return digest.hexdigest()
 
     def range(self, offset: int, size: int) -> FileBytes:
         """A range that will be read, every byte of it once."""
@@ -131,7 +166,7 @@ class SourceFile:
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class FileBytes:
@@ -232,6 +267,44 @@ class TensorBytes:
         return piece
 
 
+class ArrayBytes:
+    """An array of a .npz archive, which is in memory while it is being read."""
+
+    def __init__(self, array: npz.Array, path: Path, file: SourceFile) -> None:
+        self._array = array
+        self._path = path
+        self._file = file
+        self._size = nbytes(array.dtype, array.shape)
+        self._lock = threading.Lock()
+        self._data: bytes | None = None
+        self._unread = self._size
+
+    @property
+    def where(self) -> str:
+        """The file and the array's name."""
+        return f"{self._file.path}: {self._array.name}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the array."""
+        return self._size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Exactly `size` bytes from `offset`.
+
+        Raises:
+            FormatError: the archive is damaged, or has changed.
+        """
+        with self._lock:
+            if self._data is None:
+                self._data = npz.read_array(self._path, self._array)
+            piece = self._data[offset : offset + size]
+            self._unread -= size
+            if self._unread <= 0:
+                self._data = None
+        return piece
+
+
 class MemoryBytes:
     """Bytes in memory."""
 
@@ -258,18 +331,24 @@ class SourceFiles:
     """The files of an import: closed together, and checked for changes at the end."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, SourceFile] = {}
+        self._files: dict[str, SourceFile] = {}
 
-    def add(self, path: Path) -> SourceFile:
-        """The file at `path`.
+    def add(self, location: Location) -> SourceFile:
+        """The file at `location`.
 
         Raises:
             BadInputError: it cannot be looked at.
         """
-        file = self._files.get(path)
+        file = self._files.get(str(location))
         if file is None:
-            file = self._files[path] = SourceFile(path)
+            assert isinstance(location, Path)
+            file = self._files[str(location)] = SourceFile(location)
         return file
+
+    def local(self, location: Location) -> Path:
+        """A file on this machine with the content of the one at `location`."""
+        assert isinstance(location, Path)
+        return location
 
     def check_unchanged(self) -> None:
         """Raise FormatError if any file was written to or replaced since it was added."""

@@ -62,14 +62,15 @@ def assemble(
 
     files: list[File] = []
     elsewhere: set[str] = set()
-    for file in template.safetensors_files():
+    for file in template.tensor_files():
         if file.prefix:
             names = [name for name, _ in file.tensors]
             elsewhere.update(file.prefix + name for name in names)
             described = [(name, merged[file.prefix + name].dtype, merged[file.prefix + name].shape) for name in names]
             raw, header = safetensors.build_header(described, DEFAULT_METADATA)
             order = tuple(entry.name for entry in header.entries)
-            planned_file = SynthesisedFile(file.path, raw, order, len(raw) + header.data_size)
+            path = file.path if isinstance(file, SafetensorsFile) else f"{file.path}.safetensors"
+            planned_file = SynthesisedFile(path, raw, order, len(raw) + header.data_size)
             files.append(weights(planned_file, file.prefix))
     planned = synthesise_files([(name, tensor) for name, tensor in merged.items() if name not in elsewhere])
     files.extend(weights(planned_file, "") for planned_file in planned.files)

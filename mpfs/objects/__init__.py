@@ -4,11 +4,11 @@ Objects are frozen dataclasses with one canonical encoding (`encoding`), and are
 plain bytes, named by their XXH3-128.
 """
 
-from mpfs.objects.commit import Commit, Input
+from mpfs.objects.commit import Commit, Input, ManifestFile
 from mpfs.objects.ids import BlockId, ObjectId, block_id, object_id
 from mpfs.objects.plan import Budget, Cost, ModelRef, Plan, PlanTensor, Selection
 from mpfs.objects.run import Figures, Run
-from mpfs.objects.snapshot import BlobFile, File, SafetensorsFile, Snapshot
+from mpfs.objects.snapshot import BlobFile, File, PartsFile, SafetensorsFile, Snapshot, TensorFile
 from mpfs.objects.tensor import Tensor
 
 __all__ = [
@@ -20,8 +20,10 @@ __all__ = [
     "Figures",
     "File",
     "Input",
+    "ManifestFile",
     "ModelRef",
     "ObjectId",
+    "PartsFile",
     "Plan",
     "PlanTensor",
     "Run",
@@ -29,6 +31,7 @@ __all__ = [
     "Selection",
     "Snapshot",
     "Tensor",
+    "TensorFile",
     "block_id",
     "object_id",
 ]

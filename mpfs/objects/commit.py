@@ -25,8 +25,22 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
+class ManifestFile:
+    """A file that an import has read: its posix path relative to the source, bytes, and SHA-256 in hex."""
+
+    path: str
+    size: int
+    sha256: str
+
+    def as_json(self) -> Json:
+        """The JSON form."""
+        return {"path": self.path, "size": self.size, "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
-    """An immutable commit. `time` is in seconds since 1970, UTC. `source` says what was imported, if it was."""
+    """An immutable commit. `time` is in seconds since 1970, UTC. `source` says what was imported, if it was, and
+    `manifest` which files that was made of, sorted by path."""
 
     snapshot: ObjectId
     parents: tuple[ObjectId, ...]
@@ -36,6 +50,7 @@ class Commit:
     author: str
     time: int
     source: str | None = None
+    manifest: tuple[ManifestFile, ...] = ()
 
     @property
     def iso_time(self) -> str:
@@ -55,6 +70,8 @@ class Commit:
             "time": self.time,
             "source": self.source,
         }
+        if self.manifest:
+            value["manifest"] = [file.as_json() for file in self.manifest]
         return encode(value)
 
     @classmethod
@@ -75,6 +92,9 @@ class Commit:
                 author=value["author"],
                 time=value["time"],
                 source=value.get("source"),
+                manifest=tuple(
+                    ManifestFile(item["path"], item["size"], item["sha256"]) for item in value.get("manifest", ())
+                ),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"malformed commit object: {error!r}") from error

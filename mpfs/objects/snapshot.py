@@ -1,7 +1,8 @@
 """A snapshot: git's tree. The immutable list of a checkpoint's files and, through them, of its tensors.
 
 A safetensors file is kept as its header, byte for byte, and its tensors in the order of their data: the format
-allows no holes, so header plus tensors is the file. Every other file is a byte string.
+allows no holes, so header plus tensors is the file. A file of another format that holds tensors as they are is kept as
+a run of parts, tensors and what lies between them (docs/decisions/0007). Every other file is a byte string.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ class BlobFile:
     size: int
     content: ObjectId
 
+    def references(self) -> Iterator[ObjectId]:
+        """What the file is made of, in the order of its bytes."""
+        yield self.content
+
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
@@ -41,8 +46,41 @@ class SafetensorsFile:
     prefix: str
     tensors: tuple[tuple[str, ObjectId], ...]
 
+    def references(self) -> Iterator[ObjectId]:
+        """What the file is made of, in the order of its bytes."""
+        yield self.header
+        yield from (tensor for _, tensor in self.tensors)
 
-File: TypeAlias = BlobFile | SafetensorsFile
+
+@dataclass(frozen=True, slots=True)
+class PartsFile:
+    """A file of another format that holds tensors as they are: a GGUF file. `size` is in bytes.
+
+    The file is the bytes of its header, a U8 tensor, and of its `parts` one after the other: (name in this file, tensor
+    id), where a part without a name is a U8 tensor of what lies between tensors (padding). Names are prefixed as in
+    safetensors files.
+    """
+
+    path: str
+    size: int
+    format: str
+    header: ObjectId
+    prefix: str
+    parts: tuple[tuple[str | None, ObjectId], ...]
+
+    @property
+    def tensors(self) -> tuple[tuple[str, ObjectId], ...]:
+        """The parts that are tensors."""
+        return tuple((name, tensor) for name, tensor in self.parts if name is not None)
+
+    def references(self) -> Iterator[ObjectId]:
+        """What the file is made of, in the order of its bytes."""
+        yield self.header
+        yield from (tensor for _, tensor in self.parts)
+
+
+TensorFile: TypeAlias = SafetensorsFile | PartsFile
+File: TypeAlias = BlobFile | SafetensorsFile | PartsFile
 
 
 def check_path(path: str) -> str:
@@ -71,18 +109,22 @@ class Snapshot:
         directories = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
         if not directories.isdisjoint(paths):
             raise ValueError("a snapshot cannot have a file and a directory of one name")
-        count = sum(len(file.tensors) for file in self.safetensors_files())
+        count = sum(len(file.tensors) for file in self.tensor_files())
         if len(self.tensors) != count:
             raise ValueError("a snapshot's tensor names must be unique")
 
     def safetensors_files(self) -> Iterator[SafetensorsFile]:
-        """The files that hold tensors."""
+        """The safetensors files."""
         return (file for file in self.files if isinstance(file, SafetensorsFile))
+
+    def tensor_files(self) -> Iterator[TensorFile]:
+        """The files that hold tensors, of any format."""
+        return (file for file in self.files if not isinstance(file, BlobFile))
 
     @cached_property
     def tensors(self) -> Mapping[str, ObjectId]:
         """Every tensor's id by its name in the snapshot, in file and data order."""
-        return {file.prefix + name: tensor for file in self.safetensors_files() for name, tensor in file.tensors}
+        return {file.prefix + name: tensor for file in self.tensor_files() for name, tensor in file.tensors}
 
     @property
     def size(self) -> int:
@@ -101,11 +143,7 @@ class Snapshot:
     def references(self) -> Iterator[ObjectId]:
         """Every tensor object that the snapshot needs, headers and side files included."""
         for file in self.files:
-            if isinstance(file, BlobFile):
-                yield file.content
-            else:
-                yield file.header
-                yield from (tensor for _, tensor in file.tensors)
+            yield from file.references()
 
     def encode(self) -> bytes:
         """The canonical encoding."""
@@ -128,6 +166,16 @@ class Snapshot:
 def _file_json(file: File) -> Json:
     if isinstance(file, BlobFile):
         return {"type": "blob", "path": file.path, "size": file.size, "content": file.content}
+    if isinstance(file, PartsFile):
+        return {
+            "type": "parts",
+            "path": file.path,
+            "size": file.size,
+            "format": file.format,
+            "header": file.header,
+            "prefix": file.prefix,
+            "parts": [list(pair) for pair in file.parts],
+        }
     return {
         "type": "safetensors",
         "path": file.path,
@@ -144,4 +192,7 @@ def _file_from_json(value: Json) -> File:
     if value["type"] == "safetensors":
         tensors = tuple((name, tensor) for name, tensor in value["tensors"])
         return SafetensorsFile(value["path"], value["size"], value["header"], value["prefix"], tensors)
+    if value["type"] == "parts":
+        parts = tuple((name, tensor) for name, tensor in value["parts"])
+        return PartsFile(value["path"], value["size"], value["format"], value["header"], value["prefix"], parts)
     raise ValueError(f"unknown file type {value['type']!r}")

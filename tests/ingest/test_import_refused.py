@@ -19,6 +19,7 @@ from mpfs.ingest import pipeline
 from mpfs.ingest import source as source_module
 from mpfs.objects import Tensor
 from mpfs.repository import Repository
+from mpfs.stats import staging
 from mpfs.store import StagedBlock
 from mpfs.testing.checkpoints import DAMAGES, TensorContent, index_bytes, safetensors_bytes, write
 
@@ -253,14 +254,14 @@ class TestFailures:
     def test_in_a_worker(self, repository: Repository, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
 
-        def stage(job: pipeline.TensorJob, offset: int, size: int, first: int) -> StagedBlock:
-            calls.append(offset)
+        def stage(data: bytes, dtype: str, first: int) -> StagedBlock:
+            calls.append(first)
             if len(calls) == 30:
                 raise MemoryError("no more")
-            return original(job, offset, size, first)
+            return original(data, dtype, first)
 
-        original = pipeline._stage
-        monkeypatch.setattr(pipeline, "_stage", stage)
+        original = staging.stage_block
+        monkeypatch.setattr(pipeline, "stage_block", stage)
         with pytest.raises(MemoryError, match="no more"):
             repository.import_checkpoint(root, "new")
         monkeypatch.undo()

@@ -1,0 +1,166 @@
+"""Arrays out of NumPy's .npz archives, without pickles.
+
+Format: a zip archive (stored or deflated) of .npy files (numpy.org, `numpy.lib.format`), one an array, called NAME.npy.
+The checksum of each is verified as it is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import zipfile
+import zlib
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, NoReturn
+
+from mpfs.errors import FormatError, UnsafeInputError
+from mpfs.formats import sniff
+from mpfs.formats.location import opened
+from mpfs.formats.messages import is_unicode, show
+from mpfs.formats.safetensors import METADATA_KEY
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_DTYPES = {
+    "f8": "F64",
+    "f4": "F32",
+    "f2": "F16",
+    "c8": "C64",
+    "i8": "I64",
+    "i4": "I32",
+    "i2": "I16",
+    "i1": "I8",
+    "u8": "U64",
+    "u4": "U32",
+    "u2": "U16",
+    "u1": "U8",
+    "b1": "BOOL",
+}
+"""NumPy's kind and item size to safetensors' dtype."""
+
+_ENCRYPTED = 0x1
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array of an archive: what it is, and which member holds it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    member: str
+
+
+def read_arrays(path: str | os.PathLike[str]) -> tuple[Array, ...]:
+    """Describe the arrays of an archive, in its order; no data is read.
+
+    Raises:
+        NotFoundError: there is no such file.
+        BadInputError: the path is not a regular file, or cannot be read.
+        UnsafeInputError: an array holds Python objects.
+        FormatError: the file is damaged, encrypted or no .npz archive, or has an array that no safetensors file can hold.
+    """
+    source = os.fspath(path)
+    try:
+        with opened(source) as (file, _):
+            head = file.read(sniff.HEAD_SIZE)
+            if not head.startswith((sniff.ZIP_MAGIC, sniff.EMPTY_ZIP_MAGIC)):
+                _fail(source, sniff.foreign(head) or "this is no .npz file: it is no zip archive")
+            with zipfile.ZipFile(file) as archive:
+                return _arrays(archive, source)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error, UnicodeError) as error:
+        _fail(source, f"the archive is damaged or was cut off ({error}); download or copy it again")
+
+
+def read_array(path: str | os.PathLike[str], array: Array) -> bytes:
+    """An array's elements in C order, little-endian; its checksum is verified.
+
+    Raises:
+        FormatError: the archive is damaged, or was changed since it was described.
+    """
+    import numpy as np
+
+    source = os.fspath(path)
+    try:
+        with zipfile.ZipFile(source) as archive, archive.open(array.member) as stream:
+            dtype, fortran, shape = _npy_header(stream, array.name, source)
+            data = stream.read()
+    except (OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
+        _fail(
+            source, f"array {show(array.name)} is damaged ({error}); download or copy the file again", tensor=array.name
+        )
+    expected = dtype.itemsize
+    for dim in array.shape:
+        expected *= dim
+    if shape != array.shape or len(data) != expected:
+        _fail(
+            source,
+            f"array {show(array.name)} has {len(data):,} bytes where {show(array.shape)} takes {expected:,}; it is damaged",
+            tensor=array.name,
+        )
+    if not fortran and dtype.byteorder != ">":
+        return data
+    values = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+    return values.astype(dtype.newbyteorder("<"), order="C").tobytes()
+
+
+def _arrays(archive: zipfile.ZipFile, source: str) -> tuple[Array, ...]:
+    found: dict[str, Array] = {}
+    for record in archive.infolist():
+        if record.is_dir():
+            continue
+        name = record.filename.removesuffix(".npy")
+        if record.flag_bits & _ENCRYPTED:
+            _fail(source, "the archive is encrypted; MPFS asks for no passwords, so unpack it first")
+        if name == record.filename:
+            _fail(source, f"this is a zip archive, but not one of NumPy's: {show(name)} in it is no .npy file")
+        if name in found:
+            _fail(source, f"there are two arrays {show(name)}", tensor=name)
+        if name == METADATA_KEY or not is_unicode(name):
+            _fail(source, f"array {show(name)} has a name that no safetensors file can hold; rename it", tensor=name)
+        with archive.open(record) as stream:
+            dtype, _, shape = _npy_header(stream, name, source)
+        found[name] = Array(name, _DTYPES[f"{dtype.kind}{dtype.itemsize}"], shape, record.filename)
+    if not found:
+        _fail(source, "the archive holds no arrays")
+    return tuple(found.values())
+
+
+def _npy_header(stream: IO[bytes], name: str, source: str) -> tuple[np.dtype[np.generic], bool, tuple[int, ...]]:
+    """Dtype, whether in Fortran's order, and shape."""
+    import numpy as np
+
+    def fail(problem: str) -> NoReturn:
+        _fail(source, f"array {show(name)}: {problem}", tensor=name)
+
+    start = stream.read(8)
+    if not start.startswith(b"\x93NUMPY") or len(start) < 8 or start[6] not in (1, 2, 3):
+        fail("it has no .npy header that MPFS knows; it is damaged")
+    length = int.from_bytes(stream.read(2 if start[6] == 1 else 4), "little")
+    if length > 1 << 20:
+        fail("its header is too long; it is damaged")
+    try:
+        table = ast.literal_eval(stream.read(length).decode("utf-8" if start[6] == 3 else "latin-1"))
+        descr, fortran, shape = table["descr"], table["fortran_order"], table["shape"]
+        plain = isinstance(shape, tuple) and all(type(dim) is int and 0 <= dim < 2**62 for dim in shape)
+        if not plain or type(fortran) is not bool:
+            raise ValueError(f"shape {shape!r}")
+        if not isinstance(descr, str):
+            fail("it has several fields; save each as an array of its own")
+        dtype = np.dtype(descr)
+    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError) as error:
+        fail(f"its header makes no sense ({type(error).__name__}); it is damaged")
+    if dtype.hasobject:
+        raise UnsafeInputError(
+            f"{source}: array {show(name)} holds Python objects, which could only be read by running code out of the file",
+            file=source,
+            tensor=name,
+        )
+    if f"{dtype.kind}{dtype.itemsize}" not in _DTYPES:
+        fail(f"it is {dtype}, for which safetensors has no dtype; convert it first")
+    return dtype, fortran, shape
+
+
+def _fail(source: str, problem: str, **details: object) -> NoReturn:
+    raise FormatError(f"{source}: {problem}", file=source, **details)

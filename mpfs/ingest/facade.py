@@ -1,0 +1,96 @@
+"""How checkpoints come into a repository: the part of the facade that imports and verifies.
+
+The facade inherits it, so that it stays a list of what one can do. Importing it is cheap: torch waits until it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpfs.objects import Commit, Input, ObjectId
+from mpfs.objects.progress import Progress
+from mpfs.store import Store
+
+if TYPE_CHECKING:
+    from mpfs.ingest.commit import ImportReport
+    from mpfs.ingest.verify import VerifyReport
+
+
+class Imports:
+    """Importing, for a class that has a store, an author and can resolve revisions."""
+
+    _store: Store
+    _author: str
+
+    def resolve(self, revision: str) -> ObjectId:
+        """The id of the commit that a revision names."""
+        raise NotImplementedError
+
+    def import_checkpoint(
+        self,
+        source: str | os.PathLike[str],
+        ref: str,
+        *,
+        base: str | None = None,
+        key: str | None = None,
+        strip_prefix: str | None = None,
+        verify: bool = False,
+        message: str | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> ImportReport:
+        """Import a checkpoint and commit it to a branch.
+
+        Args:
+            source: a directory in Hugging Face layout, or a .safetensors, .gguf, .npz or torch file.
+            ref: the branch; made if it does not exist.
+            base: what it was fine-tuned from, as a revision; kept with the commit.
+            key: which state dict of a torch file to take, where it holds several.
+            strip_prefix: taken off the names of tensors of torch and .npz files that begin with it.
+            verify: read files again that an earlier import has read, and that have not changed since by their time stamps.
+            message: the commit's message; default: what was imported.
+            threads: worker threads; default: the number of CPUs.
+            progress: told bytes done, of all.
+
+        Raises:
+            NotFoundError: there is nothing at `source`; or `base` names nothing.
+            BadInputError: the source is damaged, unsafe or no checkpoint. Nothing is changed.
+            RefConflictError: `ref` is a tag, or moved meanwhile.
+            NoSpaceError: the disk or the map is full.
+        """
+        from mpfs.ingest.commit import import_checkpoint
+
+        return import_checkpoint(
+            self._store,
+            Path(source),
+            ref,
+            base=None if base is None else Input("base", base, self.resolve(base)),
+            key=key,
+            strip_prefix=strip_prefix,
+            verify=verify,
+            message=message,
+            author=self._author,
+            threads=threads,
+            progress=progress,
+        )
+
+    def verify(
+        self, revision: str, source: str | os.PathLike[str], *, progress: Progress | None = None
+    ) -> VerifyReport:
+        """Compare files on disk with what was imported: names, sizes, SHA-256. No block is read.
+
+        Args:
+            revision: a commit that an import made.
+            source: what was imported, or a copy.
+            progress: told bytes read, of all.
+
+        Raises:
+            NotFoundError: there is nothing at `source`, or the commit is no import's.
+            BadInputError: a file cannot be read.
+        """
+        from mpfs.ingest.verify import verify
+
+        identity = self.resolve(revision)
+        return verify(identity, self._store.objects.get(Commit, identity).manifest, Path(source), progress)

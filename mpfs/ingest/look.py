@@ -1,0 +1,289 @@
+"""Looking at a source: which files the snapshot will have, and where their bytes come from. No weights are read.
+
+Torch and .npz files have no bytes worth keeping but their tensors': those become safetensors files in their place.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from mpfs.errors import BadInputError, FormatError, NotFoundError
+from mpfs.formats import gguf, huggingface, npz, safetensors, torch_file
+from mpfs.formats.location import Location
+from mpfs.formats.messages import count, listing, show
+from mpfs.ingest.incoming import SAFETENSORS, Incoming
+from mpfs.ingest.pipeline import TensorJob
+from mpfs.ingest.source import ArrayBytes, KnownBytes, MemoryBytes, SourceFile, SourceFiles, TensorBytes
+from mpfs.objects.dtypes import nbytes
+from mpfs.vfs.layout import INDEX_PATH, SINGLE_PATH, synthesise_files
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+NPZ_SUFFIX = ".npz"
+
+_T = TypeVar("_T")
+
+_TORCH_INDEX_SUFFIX = ".bin" + huggingface.INDEX_SUFFIX
+_SAFETENSORS_NAMES = {
+    "diffusion_pytorch_model.bin": "diffusion_pytorch_model.safetensors",
+    "adapter_model.bin": "adapter_model.safetensors",
+}
+"""What loaders call a torch file's safetensors form, where that is not `model.safetensors`."""
+
+_WRAPPERS = ("module.", "_orig_mod.", "model._orig_mod.", "module._orig_mod.")
+"""What DataParallel and torch.compile put before every name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to take of torch and .npz files. `key` is the state dict's where there are several; `strip_prefix` is taken
+    off the names that begin with it."""
+
+    key: str | None = None
+    strip_prefix: str | None = None
+
+
+@dataclass(slots=True)
+class Found:
+    """What a source is made of. `skipped` are entries that are no weights; `sources` all files that were looked at, by
+    path in the source; `notes` are for a person."""
+
+    incoming: list[Incoming] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    sources: dict[str, SourceFile] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Tensors out of a file that is not kept as it is."""
+
+    jobs: Mapping[str, TensorJob]
+    file: SourceFile
+
+
+def look_at(source: Path, choice: Choice, files: SourceFiles) -> Found:
+    """Find out what a source is.
+
+    Raises:
+        NotFoundError: there is nothing at `source`, or nothing under the key.
+        BadInputError: it is damaged, unsafe or no checkpoint; the subclasses tell which.
+    """
+    try:
+        mode = source.stat().st_mode
+    except OSError as error:
+        raise NotFoundError(f"{source}: {error.strerror or error}", file=str(source)) from error
+    except ValueError as error:  # a name that no file can have
+        raise NotFoundError(f"{str(source)!r}: {error}") from error
+    if stat.S_ISDIR(mode):
+        return look_at_directory(str(source), huggingface.scan(source), choice, files)
+    if not stat.S_ISREG(mode):
+        raise BadInputError(f"{source}: neither a directory nor a regular file", file=str(source))
+    return look_at_file(source, choice, files)
+
+
+def look_at_file(location: Location, choice: Choice, files: SourceFiles) -> Found:
+    """As `look_at`, a single file."""
+    name = location.name
+    found = Found()
+    found.sources[name] = files.add(location)
+    if name.endswith((huggingface.SAFETENSORS_SUFFIX, huggingface.GGUF_SUFFIX)):
+        kind = "safetensors" if name.endswith(huggingface.SAFETENSORS_SUFFIX) else "GGUF"
+        _refuse_choice(str(location), choice, f"a {kind} file is kept as it is")
+        weights = _safetensors if kind == "safetensors" else _gguf
+        found.incoming.append(weights(name, location, "", files))
+    elif name.endswith(TORCH_SUFFIXES) or name.endswith(NPZ_SUFFIX):
+        read = _npz if name.endswith(NPZ_SUFFIX) else _torch
+        found.incoming += _converted({name: read(location, choice, files, found, "")}, "", SINGLE_PATH)
+    else:
+        raise BadInputError(
+            f"{location}: not a checkpoint that MPFS knows; give a directory, or a .safetensors, .gguf, .npz or torch "
+            f"file ({', '.join(TORCH_SUFFIXES)})",
+            file=str(location),
+        )
+    return found
+
+
+def look_at_directory(source: str, layout: huggingface.Layout, choice: Choice, files: SourceFiles) -> Found:
+    """As `look_at`, a directory whose files were sorted out."""
+    found = Found(skipped=list(layout.skipped))
+    by_prefix: dict[str, dict[str, _Named]] = defaultdict(dict)
+    for weights in layout.weights:
+        found.sources[weights.path] = files.add(weights.location)
+        if weights.format == "torch":
+            where = f"{weights.path}: " if weights.prefix else ""
+            named = _torch(weights.location, choice, files, found, where)
+            by_prefix[weights.prefix][weights.path.removeprefix(weights.prefix)] = named
+        elif weights.format == "gguf":
+            found.incoming.append(_gguf(weights.path, weights.location, weights.prefix, files))
+        else:
+            known = None if weights.header is None else (weights.header, weights.raw_header)
+            found.incoming.append(_safetensors(weights.path, weights.location, weights.prefix, files, known))
+    if not by_prefix:
+        _refuse_choice(source, choice, "there is none here")
+    for prefix, states in by_prefix.items():
+        found.incoming += _converted(states, prefix, _safetensors_name(states))
+    taken = {item.path for item in found.incoming}
+    for side in layout.files:
+        file = found.sources[side.path] = files.add(side.location)
+        directory, slash, name = side.path.rpartition("/")
+        states = by_prefix.get(directory + slash, {})
+        if states and name.endswith(_TORCH_INDEX_SUFFIX):
+            # It describes torch shards, which this snapshot does not have as such.
+            _check_shards(side.location, states, choice)
+            found.skipped.append(side.path)
+        elif side.path in taken:
+            raise FormatError(f"{source}: {side.path} is in the way of the weights under the same name")
+        else:
+            found.incoming.append(Incoming(side.path, file.range(0, file.size), whole=file))
+    return found
+
+
+def _refuse_choice(source: str, choice: Choice, why: str) -> None:
+    for option, value in (("--key", choice.key), ("--strip-prefix", choice.strip_prefix)):
+        if value is not None:
+            raise BadInputError(f"{source}: {option} is for torch files; {why}", file=source)
+
+
+def _safetensors(
+    path: str,
+    location: Location,
+    prefix: str,
+    files: SourceFiles,
+    known: tuple[safetensors.Header, bytes] | None = None,
+) -> Incoming:
+    file = files.add(location)
+    header, raw = known or safetensors.read_header(location)
+    _refuse_changed(file, header.data_offset + header.data_size, file.size)
+    parts = tuple(
+        (
+            entry.name,
+            TensorJob(entry.dtype, entry.shape, file.range(header.data_offset + entry.start, entry.nbytes)),
+        )
+        for entry in header.entries
+    )
+    return Incoming(path, KnownBytes(file, raw), SAFETENSORS, prefix, parts, file)
+
+
+def _gguf(path: str, location: Location, prefix: str, files: SourceFiles) -> Incoming:
+    file = files.add(location)
+    header, raw = gguf.read_header(location)
+    _refuse_changed(file, header.file_size, file.size)
+    return Incoming(path, KnownBytes(file, raw), "gguf", prefix, tuple(_gguf_parts(header, file)), file)
+
+
+def _gguf_parts(header: gguf.Header, file: SourceFile) -> Iterator[tuple[str | None, TensorJob]]:
+    """The tensors, with the padding before and after them."""
+    at = header.size
+
+    def padding(end: int) -> Iterator[tuple[None, TensorJob]]:
+        if end > at:
+            yield None, TensorJob("U8", (end - at,), file.range(at, end - at))
+
+    for entry in header.entries:
+        yield from padding(entry.start)
+        yield entry.name, TensorJob(entry.type.dtype, entry.shape, file.range(entry.start, entry.nbytes))
+        at = entry.end
+    yield from padding(file.size)
+
+
+def _refuse_changed(file: SourceFile, expected: int, size: int) -> None:
+    if expected != size:
+        raise FormatError(f"{file.path}: changed while it was being imported; import it again", file=str(file.path))
+
+
+def _torch(location: Location, choice: Choice, files: SourceFiles, found: Found, where: str) -> _Named:
+    file = files.add(location)
+    state = torch_file.read_state_dict(files.local(location), choice.key)
+    found.skipped.extend(where + entry for entry in state.skipped)
+    jobs = {}
+    for name, tensor in _stripped(state.tensors, choice, location, found).items():
+        dtype, shape = torch_file.dtype_name(tensor.dtype), torch_file.tensor_shape(tensor)
+        jobs[name] = TensorJob(dtype, shape, TensorBytes(tensor, nbytes(dtype, shape), file, name))
+    return _Named(jobs, file)
+
+
+def _npz(location: Location, choice: Choice, files: SourceFiles, found: Found, where: str) -> _Named:
+    if choice.key is not None:
+        raise BadInputError(f"{location}: --key chooses within torch files; an .npz archive has no state dicts")
+    file = files.add(location)
+    path = files.local(location)
+    arrays = _stripped({array.name: array for array in npz.read_arrays(path)}, choice, location, found)
+    return _Named({name: TensorJob(a.dtype, a.shape, ArrayBytes(a, path, file)) for name, a in arrays.items()}, file)
+
+
+def _stripped(tensors: Mapping[str, _T], choice: Choice, location: Location, found: Found) -> dict[str, _T]:
+    """The tensors, their names without the prefix that is to go."""
+    drop = choice.strip_prefix
+    if not drop:
+        wrapper = next((one for one in _WRAPPERS if tensors and all(name.startswith(one) for name in tensors)), None)
+        if wrapper is not None:
+            found.notes.append(
+                f"{location.name}: every tensor's name begins with {show(wrapper)}, which a training wrapper put there; "
+                f"--strip-prefix {wrapper} takes it off"
+            )
+        return dict(tensors)
+    kept: dict[str, _T] = {}
+    for name, tensor in tensors.items():
+        if kept.setdefault(name.removeprefix(drop), tensor) is not tensor:
+            raise BadInputError(
+                f"{location}: without {show(drop)} two tensors would be called {show(name.removeprefix(drop))}",
+                file=str(location),
+                tensor=name,
+            )
+    if not any(name.startswith(drop) for name in tensors):
+        raise BadInputError(
+            f"{location}: no tensor's name begins with {show(drop)}; there are {listing(list(tensors))}",
+            file=str(location),
+        )
+    return kept
+
+
+def _converted(states: Mapping[str, _Named], prefix: str, name: str) -> list[Incoming]:
+    """The safetensors files for the tensors of torch files or archives."""
+    jobs: dict[str, TensorJob] = {}
+    for state in states.values():
+        for tensor_name, job in state.jobs.items():
+            if tensor_name in jobs:
+                where = state.file.path
+                raise FormatError(
+                    f"{where}: tensor {show(tensor_name)} is in another shard as well", tensor=tensor_name
+                )
+            jobs[tensor_name] = job
+    planned = synthesise_files(list(jobs.items()))
+    incoming = []
+    for file in planned.files:
+        path = prefix + (name if file.path == SINGLE_PATH else file.path)
+        header = MemoryBytes(file.header, f"header of {path}")
+        parts = tuple((key, jobs[key]) for key in file.tensors)
+        incoming.append(Incoming(path, header, SAFETENSORS, prefix, parts))
+    if planned.index is not None:
+        incoming.append(Incoming(prefix + INDEX_PATH, MemoryBytes(planned.index, prefix + INDEX_PATH)))
+    return incoming
+
+
+def _safetensors_name(states: Mapping[str, _Named]) -> str:
+    """What the safetensors file of a directory's torch files is called."""
+    (name, *others) = states
+    return SINGLE_PATH if others else _SAFETENSORS_NAMES.get(name, SINGLE_PATH)
+
+
+def _check_shards(index: Location, states: Mapping[str, _Named], choice: Choice) -> None:
+    """Refuse torch shards without a tensor that their index says they have."""
+    shards = huggingface.read_index(index)
+    if set(shards.values()) != set(states):
+        return  # of other files than those that the weights come from
+    drop = choice.strip_prefix or ""
+    absent = [name for name, shard in shards.items() if name.removeprefix(drop) not in states[shard].jobs]
+    if absent:
+        raise FormatError(
+            f"{index}: the index lists {count(len(absent), 'tensor')} that the named shard lacks: {listing(absent)} "
+            f"({show(absent[0])} should be in {show(shards[absent[0]])}); index and shards do not belong together, "
+            "download them again",
+            file=str(index),
+            tensors=absent[:100],
+        )

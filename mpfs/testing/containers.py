@@ -1,0 +1,206 @@
+"""GGUF files and .npz archives for tests: hypothesis strategies for valid ones, and ways to damage them.
+
+As in `mpfs.testing.checkpoints`: what the strategies make is valid and often odd, and no reader may take what a damage
+makes for whole. Needs hypothesis.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from hypothesis import strategies as st
+
+from mpfs.formats.gguf import TYPES
+
+GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q4_0, GGUF_Q4_K = 0, 1, 30, 2, 12
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A tensor: its name, ggml type, dimensions (the fastest first, as in the file) and bytes."""
+
+    name: str
+    type: int
+    dimensions: tuple[int, ...]
+    data: bytes
+
+
+def gguf_nbytes(code: int, dimensions: Sequence[int]) -> int:
+    """Bytes of a tensor of a ggml type."""
+    kind = TYPES[code]
+    return prod(dimensions) // kind.block * kind.size
+
+
+def gguf_string(text: str) -> bytes:
+    """A string as GGUF writes it."""
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def gguf_value(value: object) -> bytes:
+    """A metadata value with its type before it: bool, int (u32), float (f32), str, or a list of one of them."""
+    kinds: dict[type, tuple[int, Callable[[object], bytes]]] = {
+        bool: (7, lambda item: struct.pack("<?", item)),
+        int: (4, lambda item: struct.pack("<I", item)),
+        float: (6, lambda item: struct.pack("<f", item)),
+        str: (8, lambda item: gguf_string(str(item))),
+    }
+    if isinstance(value, list):
+        code, write = kinds[type(value[0]) if value else int]
+        return struct.pack("<IIQ", 9, code, len(value)) + b"".join(write(item) for item in value)
+    code, write = kinds[type(value)]
+    return struct.pack("<I", code) + write(value)
+
+
+def gguf_bytes(
+    tensors: Sequence[GGUFTensor],
+    metadata: Mapping[str, object] | None = None,
+    *,
+    version: int = 3,
+    alignment: int = 32,
+    filler: bytes = b"\0",
+    padded_end: bool = True,
+) -> bytes:
+    """A GGUF file. `filler` is the byte of the padding, `padded_end` whether there is some after the last tensor."""
+    pairs = dict(metadata or {})
+    if alignment != 32:
+        pairs["general.alignment"] = alignment
+
+    def pad(data: bytes) -> bytes:
+        return data + filler * (-len(data) % alignment)
+
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(pairs))
+    for key, value in pairs.items():
+        head += gguf_string(key) + gguf_value(value)
+    body = b""
+    for tensor in tensors:
+        body = pad(body)
+        head += gguf_string(tensor.name) + struct.pack("<I", len(tensor.dimensions))
+        head += b"".join(struct.pack("<Q", dim) for dim in tensor.dimensions)
+        head += struct.pack("<IQ", tensor.type, len(body))
+        body += tensor.data
+    return pad(head) + (pad(body) if padded_end else body)
+
+
+@st.composite
+def gguf_tensors(draw: st.DrawFn) -> list[GGUFTensor]:
+    """Tensors of different names, of every type."""
+    names = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=10), unique=True, max_size=5))
+    tensors = []
+    for name in names:
+        code = draw(st.sampled_from(sorted(TYPES)))
+        block = TYPES[code].block
+        dimensions = draw(st.sampled_from([(block,), (block * 3, 5), (block * 2, 1, 3, 2), (block * 17, 4)]))
+        data = random.Random(draw(st.integers(0, 2**32 - 1))).randbytes(gguf_nbytes(code, dimensions))
+        tensors.append(GGUFTensor(name, code, dimensions, data))
+    return tensors
+
+
+@st.composite
+def gguf_files(draw: st.DrawFn) -> bytes:
+    """A GGUF file."""
+    value = (
+        st.booleans()
+        | st.integers(0, 2**32 - 1)
+        | st.floats(width=32)
+        | st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
+    )
+    metadata = draw(
+        st.dictionaries(
+            st.text("abc._", min_size=1, max_size=9),
+            value | st.lists(st.text("xyz", max_size=4), max_size=5) | st.lists(st.integers(0, 9), max_size=5),
+            max_size=5,
+        )
+    )
+    return gguf_bytes(
+        draw(gguf_tensors()),
+        metadata,
+        version=draw(st.sampled_from([2, 3])),
+        alignment=draw(st.sampled_from([8, 32, 64])),
+        filler=draw(st.sampled_from([b"\0", b"\xaa"])),
+        padded_end=draw(st.booleans()),
+    )
+
+
+def _with(offset: int, data: bytes) -> Callable[[bytes], bytes]:
+    return lambda content: content[:offset] + data + content[offset + len(data) :]
+
+
+GGUF_DAMAGES: Mapping[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut in the magic": lambda content: content[:3],
+    "cut in the header": lambda content: content[:40],
+    "cut in the data": lambda content: content[:-40],
+    "stray bytes": lambda content: content + bytes(64),
+    "version 1": _with(4, struct.pack("<I", 1)),
+    "version 99": _with(4, struct.pack("<I", 99)),
+    "big-endian": _with(4, struct.pack(">I", 3)),
+    "too many tensors": _with(8, struct.pack("<Q", 2**40)),
+    "too few tensors": _with(8, struct.pack("<Q", 1)),
+    "too many pairs": _with(16, struct.pack("<Q", 2**60)),
+    "key too long": _with(24, struct.pack("<Q", 2**62)),
+    "git-lfs pointer": lambda content: (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+    ),
+    "web page": lambda content: b"<!DOCTYPE html><html><body>Access denied</body></html>",
+    "zeros": lambda content: bytes(len(content)),
+}
+"""Ways to break a GGUF file that has metadata, and at least two tensors that are not empty."""
+
+
+# -- npz ------------------------------------------------------------------------------------------------------------
+
+
+def npz_bytes(arrays: Mapping[str, np.ndarray], *, compressed: bool = False) -> bytes:
+    """A .npz archive as NumPy writes it."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w") as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+    return stream.getvalue()
+
+
+@st.composite
+def npz_arrays(draw: st.DrawFn) -> dict[str, np.ndarray]:
+    """Arrays of every dtype, order and byte order that there may be in an archive."""
+    names = draw(st.lists(st.text("abc.é重_", min_size=1, max_size=8), unique=True, min_size=1, max_size=4))
+    arrays = {}
+    for name in names:
+        kind = draw(st.sampled_from(["f2", "f4", "f8", "c8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"]))
+        dtype = np.dtype(draw(st.sampled_from("<>")) + kind)
+        shape = draw(st.sampled_from([(), (0,), (7,), (3, 5), (2, 3, 4), (1500,)]))
+        data = random.Random(draw(st.integers(0, 2**32 - 1))).randbytes(dtype.itemsize * prod(shape))
+        array = np.frombuffer(data, dtype).reshape(shape)
+        if kind == "b1":
+            array = np.frombuffer(bytes(byte & 1 for byte in data), dtype).reshape(shape)
+        arrays[name] = np.asfortranarray(array) if draw(st.booleans()) else array
+    return arrays
+
+
+def _in_the_middle(content: bytes) -> bytes:
+    """One bit of an array's data, which its checksum covers."""
+    at = content.index(b"\x93NUMPY") + 128
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+NPZ_DAMAGES: Mapping[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[:-10],
+    "cut in the data": lambda content: content[: len(content) // 2],
+    "a bit of the data": _in_the_middle,
+    "no .npy header": lambda content: content.replace(b"\x93NUMPY", b"\x93NUMPI"),
+    "header is no dictionary": lambda content: content.replace(b"{'descr'", b"['descr'"),
+    "web page": lambda content: b"<!DOCTYPE html><html><body>Access denied</body></html>",
+    "git-lfs pointer": lambda content: (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+    ),
+}
+"""Ways to break an uncompressed archive, with an array of at least one byte as its first."""
