@@ -24,7 +24,11 @@ def import_checkpoint(
     ref: Annotated[str, typer.Option("--as", metavar="REF", help="The branch to commit to; made if it is new.")],
     base: Annotated[
         str | None,
-        typer.Option("--base", metavar="REF", help="What it was fine-tuned from; kept with the commit."),
+        typer.Option(
+            "--base",
+            metavar="REF",
+            help="What it was fine-tuned from; kept with the commit. 'auto': the nearest model.",
+        ),
     ] = None,
     key: Annotated[
         str | None,

@@ -32,7 +32,7 @@ _PRIMARY = ("model", "diffusion_pytorch_model")
 """Stems of the file that is *the* model where several files stand side by side; earlier ones win."""
 _PRIMARY_TORCH = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 _TRAINER_FILES = frozenset({"optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin"})
-_UNFINISHED_SUFFIXES = (".incomplete", ".part", ".crdownload", ".partial", ".aria2")
+UNFINISHED_SUFFIXES = (".incomplete", ".part", ".crdownload", ".partial", ".aria2")
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".tflite", ".npz", ".ot")
 
 
@@ -161,7 +161,7 @@ def read_index(path: Location) -> dict[str, str]:
 
 def _refuse_unfinished(root: str, paths: Iterable[str]) -> None:
     for path in paths:
-        for suffix in _UNFINISHED_SUFFIXES:
+        for suffix in UNFINISHED_SUFFIXES:
             stem = path.removesuffix(suffix)
             if stem != path and "/" not in path and stem.endswith((SAFETENSORS_SUFFIX, GGUF_SUFFIX, *TORCH_SUFFIXES)):
                 raise FormatError(

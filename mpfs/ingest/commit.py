@@ -6,11 +6,12 @@ import time as clock
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mpfs.ingest.importer import ingest
-from mpfs.objects import Commit, Input, ObjectId, object_id
+from mpfs.ingest import lineage
+from mpfs.ingest.importer import Ingested, ingest
+from mpfs.objects import Commit, Input, ObjectId, Snapshot, Tensor, object_id
 from mpfs.objects.encoding import Json
 from mpfs.objects.progress import Progress
-from mpfs.store import RefMove, Store
+from mpfs.store import RefMove, Store, Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class ImportReport:
     """What an import did. Bytes: `bytes` of the checkpoint, `bytes_written` of new blocks. `new_commit` is False when
     the ref already held just this. `skipped` are entries of the source that are no weights. `known_bytes` are of files
     that an earlier import had read, and that were not read again; their blocks count as deduplicated. `notes` are for a
-    person."""
+    person. `base` is what the commit has as its base, by name; `stated_bases` are what the model's own files name."""
 
     commit: ObjectId
     ref: str
@@ -33,10 +34,17 @@ class ImportReport:
     skipped: tuple[str, ...]
     known_bytes: int = 0
     notes: tuple[str, ...] = ()
+    base: str | None = None
+    stated_bases: tuple[str, ...] = ()
 
     def as_json(self) -> Json:
         """The JSON form."""
-        return {**asdict(self), "skipped": list(self.skipped), "notes": list(self.notes)}
+        return {
+            **asdict(self),
+            "skipped": list(self.skipped),
+            "notes": list(self.notes),
+            "stated_bases": list(self.stated_bases),
+        }
 
 
 def import_checkpoint(
@@ -45,6 +53,7 @@ def import_checkpoint(
     ref: str,
     *,
     base: Input | None,
+    find_base: bool = False,
     key: str | None,
     strip_prefix: str | None = None,
     verify: bool = False,
@@ -56,7 +65,6 @@ def import_checkpoint(
     """Import a checkpoint and commit it to a branch; see `Repository.import_checkpoint`."""
     started = clock.monotonic()
     tip = store.refs.branch_tip(ref)
-    inputs = () if base is None else (base,)
     with store.writer() as writer:
         found = ingest(
             source,
@@ -69,6 +77,8 @@ def import_checkpoint(
             progress=progress,
         )
         snapshot = object_id(found.snapshot.encode())
+        base, notes = _lineage(store, writer, found, base, find_base, ref)
+        inputs = () if base is None else (base,)
         current = None if tip is None else store.objects.get(Commit, tip)
         same = current is not None and current.snapshot == snapshot and (not inputs or current.inputs == inputs)
         if same and tip is not None:
@@ -106,8 +116,33 @@ def import_checkpoint(
         new_commit=not same,
         skipped=found.skipped,
         known_bytes=found.known_bytes,
-        notes=found.notes,
+        notes=(*found.notes, *notes),
+        base=None if base is None else base.name,
+        stated_bases=found.stated_bases,
     )
+
+
+def _lineage(
+    store: Store, writer: Writer, found: Ingested, base: Input | None, find: bool, ref: str
+) -> tuple[Input | None, list[str]]:
+    """The base to be kept with the commit, and what is to be said about it."""
+    stated = ", ".join(found.stated_bases[:3])
+    if base is None and not find:
+        return None, [f"the model names {stated} as its base; --base REF keeps that with the commit"] if stated else []
+    writer.flush()
+    by_id = {object_id(tensor.encode()): tensor for tensor in found.tensors}
+    tensors = {name: by_id[identity] for name, identity in found.snapshot.tensors.items()}
+    if base is None:
+        likely = lineage.likeliest(store, found.snapshot, tensors, ref)
+        if likely is None:
+            return None, ["no base found: no model here is near enough" + (f"; it names {stated}" if stated else "")]
+        return likely[0], [f"base {likely[0].name}: {likely[1]}"]
+    other = store.objects.get(Snapshot, store.objects.get(Commit, base.commit).snapshot)
+    kinship = lineage.compare(
+        store, tensors, {name: store.objects.get(Tensor, identity) for name, identity in other.tensors.items()}
+    )
+    doubt = lineage.doubts(kinship, base.name)
+    return base, [] if doubt is None else [doubt]
 
 
 def _text(text: str) -> str:

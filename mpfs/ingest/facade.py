@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from mpfs.ingest.verify import VerifyReport
 
 
+AUTO = "auto"
+"""Stands for a base that is to be found."""
+
+
 class Imports:
     """Importing, for a class that has a store, an author and can resolve revisions."""
 
@@ -46,7 +50,9 @@ class Imports:
         Args:
             source: a directory in Hugging Face layout, or a .safetensors, .gguf, .npz or torch file.
             ref: the branch; made if it does not exist.
-            base: what it was fine-tuned from, as a revision; kept with the commit.
+            base: what it was fine-tuned from, as a revision; kept with the commit. "auto": the model that is nearest, by
+                names, shapes and sketches, if one is near enough. The report's notes say what was found, and whether a
+                base that was given is plausible.
             key: which state dict of a torch file to take, where it holds several.
             strip_prefix: taken off the names of tensors of torch and .npz files that begin with it.
             verify: read files again that an earlier import has read, and that have not changed since by their time stamps.
@@ -66,7 +72,8 @@ class Imports:
             self._store,
             Path(source),
             ref,
-            base=None if base is None else Input("base", base, self.resolve(base)),
+            base=None if base is None or base == AUTO else Input("base", base, self.resolve(base)),
+            find_base=base == AUTO,
             key=key,
             strip_prefix=strip_prefix,
             verify=verify,

@@ -11,6 +11,7 @@ from mpfs.errors import BadInputError
 from mpfs.formats.messages import is_unicode, show
 from mpfs.ingest import known
 from mpfs.ingest.incoming import Incoming
+from mpfs.ingest.lineage import stated_bases
 from mpfs.ingest.look import Choice, Found, look_at
 from mpfs.ingest.pipeline import store_tensors
 from mpfs.ingest.source import source_files
@@ -24,7 +25,7 @@ class Ingested:
     """What an import found and staged: objects that are not published yet. `size` is the snapshot's, in bytes.
 
     `skipped` are entries of torch checkpoints that are not weights, by dotted path. `manifest` are the source's files.
-    `known_bytes` and `known_blocks` were not read, as an earlier import had read the same files. `notes` are for a person.
+    `stated_bases` are what it says that it was fine-tuned from. `known_bytes` and `known_blocks` were not read, as an earlier import had read the same files. `notes` are for a person.
     """
 
     snapshot: Snapshot
@@ -34,6 +35,7 @@ class Ingested:
     known_bytes: int = 0
     known_blocks: int = 0
     notes: tuple[str, ...] = ()
+    stated_bases: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -86,6 +88,7 @@ def ingest(
         staging.known_bytes,
         staging.known_blocks,
         tuple(found.notes),
+        stated_bases(found.stated),
     )
 
 

@@ -6,7 +6,7 @@ Torch and .npz files have no bytes worth keeping but their tensors': those becom
 from __future__ import annotations
 
 import stat
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import TypeVar
 
 from mpfs.errors import BadInputError, FormatError, NotFoundError
 from mpfs.formats import gguf, huggingface, npz, safetensors, torch_file
-from mpfs.formats.location import Location
+from mpfs.formats.location import Location, opened
 from mpfs.formats.messages import count, listing, show
+from mpfs.formats.quantised import recognise
 from mpfs.ingest.incoming import SAFETENSORS, Incoming
+from mpfs.ingest.lineage import parsed
 from mpfs.ingest.pipeline import TensorJob
 from mpfs.ingest.source import ArrayBytes, KnownBytes, MemoryBytes, SourceFile, SourceFiles, TensorBytes
 from mpfs.objects.dtypes import nbytes
@@ -34,6 +36,9 @@ _SAFETENSORS_NAMES = {
 }
 """What loaders call a torch file's safetensors form, where that is not `model.safetensors`."""
 
+_STATEMENTS = ("config.json", "adapter_config.json", "README.md")
+_STATEMENT_BYTES = 1 << 20
+
 _WRAPPERS = ("module.", "_orig_mod.", "model._orig_mod.", "module._orig_mod.")
 """What DataParallel and torch.compile put before every name."""
 
@@ -50,12 +55,14 @@ class Choice:
 @dataclass(slots=True)
 class Found:
     """What a source is made of. `skipped` are entries that are no weights; `sources` all files that were looked at, by
-    path in the source; `notes` are for a person."""
+    path in the source; `notes` are for a person. `stated` are the contents of the files in which a model says what it is,
+    by name."""
 
     incoming: list[Incoming] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     sources: dict[str, SourceFile] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    stated: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +97,15 @@ def look_at_file(location: Location, choice: Choice, files: SourceFiles) -> Foun
     """As `look_at`, a single file."""
     name = location.name
     found = Found()
+    if name.endswith(huggingface.UNFINISHED_SUFFIXES):
+        raise FormatError(f"{location}: this is an unfinished download; finish it", file=str(location))
     found.sources[name] = files.add(location)
     if name.endswith((huggingface.SAFETENSORS_SUFFIX, huggingface.GGUF_SUFFIX)):
-        kind = "safetensors" if name.endswith(huggingface.SAFETENSORS_SUFFIX) else "GGUF"
-        _refuse_choice(str(location), choice, f"a {kind} file is kept as it is")
-        weights = _safetensors if kind == "safetensors" else _gguf
-        found.incoming.append(weights(name, location, "", files))
+        _refuse_choice(str(location), choice, "this one is kept as it is")
+        if name.endswith(huggingface.GGUF_SUFFIX):
+            found.incoming.append(_gguf(name, location, "", files, found))
+        else:
+            found.incoming.append(_safetensors(name, location, "", files))
     elif name.endswith(TORCH_SUFFIXES) or name.endswith(NPZ_SUFFIX):
         read = _npz if name.endswith(NPZ_SUFFIX) else _torch
         found.incoming += _converted({name: read(location, choice, files, found, "")}, "", SINGLE_PATH)
@@ -105,6 +115,7 @@ def look_at_file(location: Location, choice: Choice, files: SourceFiles) -> Foun
             f"file ({', '.join(TORCH_SUFFIXES)})",
             file=str(location),
         )
+    _note_quantised(found)
     return found
 
 
@@ -119,7 +130,7 @@ def look_at_directory(source: str, layout: huggingface.Layout, choice: Choice, f
             named = _torch(weights.location, choice, files, found, where)
             by_prefix[weights.prefix][weights.path.removeprefix(weights.prefix)] = named
         elif weights.format == "gguf":
-            found.incoming.append(_gguf(weights.path, weights.location, weights.prefix, files))
+            found.incoming.append(_gguf(weights.path, weights.location, weights.prefix, files, found))
         else:
             known = None if weights.header is None else (weights.header, weights.raw_header)
             found.incoming.append(_safetensors(weights.path, weights.location, weights.prefix, files, known))
@@ -140,7 +151,24 @@ def look_at_directory(source: str, layout: huggingface.Layout, choice: Choice, f
             raise FormatError(f"{source}: {side.path} is in the way of the weights under the same name")
         else:
             found.incoming.append(Incoming(side.path, file.range(0, file.size), whole=file))
+        if side.path in _STATEMENTS:
+            with opened(side.location) as (stream, _):
+                found.stated[side.path] = stream.read(_STATEMENT_BYTES)
+    _note_quantised(found)
     return found
+
+
+def _note_quantised(found: Found) -> None:
+    """Say which of the model's weights are quantised."""
+    tensors = {
+        item.prefix + name: (job.dtype, job.shape)
+        for item in found.incoming
+        for name, job in item.parts
+        if name is not None and item.format == SAFETENSORS
+    }
+    quantisation = recognise(tensors, parsed(found.stated.get("config.json", b"")))
+    if quantisation is not None:
+        found.notes.append(f"quantised weights are kept as they are, and cannot be merged: {quantisation}")
 
 
 def _refuse_choice(source: str, choice: Choice, why: str) -> None:
@@ -169,9 +197,15 @@ def _safetensors(
     return Incoming(path, KnownBytes(file, raw), SAFETENSORS, prefix, parts, file)
 
 
-def _gguf(path: str, location: Location, prefix: str, files: SourceFiles) -> Incoming:
+def _gguf(path: str, location: Location, prefix: str, files: SourceFiles, found: Found) -> Incoming:
     file = files.add(location)
     header, raw = gguf.read_header(location)
+    if header.quantised:
+        kinds = ", ".join(f"{kind} {number}" for kind, number in Counter(header.quantised.values()).most_common())
+        found.notes.append(
+            f"{path}: {count(len(header.quantised), 'tensor')} of {len(header.entries):,} quantised ({kinds}): kept as they "
+            "are, and cannot be merged"
+        )
     _refuse_changed(file, header.file_size, file.size)
     return Incoming(path, KnownBytes(file, raw), "gguf", prefix, tuple(_gguf_parts(header, file)), file)
 
