@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import JsonOption, flag
+from .options import SIZE, JsonOption, flag
 from .session import Session
 from .sizes import format_count, format_size
 
@@ -20,6 +20,17 @@ def gc(
             "--reflog-days", metavar="DAYS", min=0, help="Keep what the reflog has seen in the last so many days."
         ),
     ] = 30.0,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", metavar="HOURS", min=0, help="Keep blocks stored in the last so many hours, too."),
+    ] = 0.0,
+    compact: Annotated[
+        bool, flag("--compact", help="Give the free space back to the file system; needs room for a copy.")
+    ] = False,
+    map_size: Annotated[
+        int | None,
+        typer.Option("--map-size", metavar="SIZE", parser=SIZE, help="Let the store grow to SIZE; do nothing else."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove what no ref reaches.
@@ -27,12 +38,20 @@ def gc(
     What no branch, tag or recent reflog entry reaches is removed. The space is free for new blocks afterwards.
 
         mpfs gc --dry-run
-        mpfs gc --reflog-days 0
+        mpfs gc --reflog-days 0 --compact
+        mpfs gc --map-size 4TiB
     """
     session = Session.of(ctx)
     out = session.output(as_json)
     with session.open() as repository:
-        result = repository.gc(dry_run=dry_run, reflog_days=reflog_days)
+        if map_size is not None:
+            grown = repository.grow_map(map_size)
+            if as_json:
+                out.document({"map_size": grown})
+            else:
+                out.line(f"the store can grow to {format_size(grown)}")
+            return
+        result = repository.gc(dry_run=dry_run, reflog_days=reflog_days, grace_hours=grace, compact=compact)
     if as_json:
         out.document(
             {
@@ -40,6 +59,7 @@ def gc(
                 "bytes_removed": result.bytes_removed,
                 "objects_removed": result.objects_removed,
                 "dry_run": result.dry_run,
+                "file_bytes_freed": result.file_bytes_freed,
             }
         )
     else:
@@ -48,4 +68,5 @@ def gc(
             format_count(result.objects_removed, "object"),
         )
         what = "would remove" if result.dry_run else "removed"
-        out.line(f"{what} {blocks} ({format_size(result.bytes_removed)}) and {objects}")
+        freed = f"; the file is {format_size(result.file_bytes_freed)} smaller" if compact and not dry_run else ""
+        out.line(f"{what} {blocks} ({format_size(result.bytes_removed)}) and {objects}{freed}")

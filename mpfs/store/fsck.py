@@ -46,6 +46,7 @@ _SCANNED = (
     "block_info",
     "stats",
     "reuse",
+    "pairs",
 )
 _COUNTED = ("refs", "reflog", "commits", "plans", "runs", "snapshots", "tensors", "blocks", "stats", "bytes")
 
@@ -63,7 +64,7 @@ class Problem:
 
     `kind` is a stable word: `missing_X` (it is referred to and not there), `damaged_X` (its bytes are not what its id
     or checksum says, or cannot be read), with X one of meta, ref, reflog, commit, snapshot, plan, run, tensor, block,
-    block_info, stats, reuse, page; `wrong_size`, `wrong_run_index`, `wrong_stats` and `stray_stats`. `object` is the
+    block_info, stats, reuse, pairs, page; `wrong_size`, `wrong_run_index`, `wrong_stats` and `stray_stats`. `object` is the
     id, or the ref's name. While there is a `damaged_page`, nothing else is looked at: LMDB itself cannot be trusted.
     """
 
@@ -170,7 +171,7 @@ class Check:
         self._tensors()
         self._blocks()
         self._stats()
-        self._reuse()
+        self._caches()
         if share:
             self._data(share)
 
@@ -382,12 +383,14 @@ class Check:
                     )
             self._advance(len(batch), "stats")
 
-    def _reuse(self) -> None:
-        for _, batch in self.store.environment.batches("reuse"):
-            for key, value in batch:
-                if not is_sealed(key, value):
-                    self._problem("damaged_reuse", key.hex(), "it does not match its checksum; it is not used")
-            self._advance(len(batch))
+    def _caches(self) -> None:
+        for database in ("reuse", "pairs"):
+            for _, batch in self.store.environment.batches(database):
+                for key, value in batch:
+                    if not is_sealed(key, value):
+                        detail = "it does not match its checksum; it is not used"
+                        self._problem(f"damaged_{database}", key.hex(), detail)
+                self._advance(len(batch))
 
     def _data(self, share: float) -> None:
         for chosen in self._chosen(share):

@@ -186,7 +186,10 @@ def _check_roots(reader: _Reader) -> Iterator[str | None]:
         walk.tree(MAIN, reader.meta.main)
         yield from (problem.detail for problem in walk.problems)
         for name, tree in walk.databases.items():
-            if tree.root != _NO_PAGE:
+            if name == "meta":  # which is read before anybody can ask for a check
+                walk.tree(name, tree)
+                yield from (problem.detail for problem in walk.problems)
+            elif tree.root != _NO_PAGE:
                 page = reader.page(tree.root)
                 if tree.depth == 1:
                     _nodes(page, reader.size, leaf=True, name=name)

@@ -64,8 +64,9 @@ def check_ref_name(name: str) -> str:
 
 def get_ref(txn: Transaction, name: str) -> Ref | None:
     """The ref called `name`, if there is one."""
-    value = txn.get("refs", name.encode())
-    return None if value is None else decode_ref(name.encode(), bytes(value))
+    key = name.encode("utf-8", "surrogatepass")  # what is not Unicode is the name of no ref
+    value = txn.get("refs", key) if 0 < len(key) <= _MAX_LENGTH else None
+    return None if value is None else decode_ref(key, bytes(value))
 
 
 def set_ref(
@@ -181,7 +182,7 @@ class RefReader:
     def log(self, name: str | None = None) -> list[ReflogEntry]:
         """Every logged move of one ref, or of all, oldest first."""
         with self._environment.read() as txn:
-            return list(_scan_log(txn, b"" if name is None else name.encode() + b"\0"))
+            return list(_scan_log(txn, b"" if name is None else name.encode("utf-8", "surrogatepass") + b"\0"))
 
 
 def _scan_log(txn: Transaction, prefix: bytes) -> Iterator[ReflogEntry]:

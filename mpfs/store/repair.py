@@ -100,7 +100,7 @@ class _Repair:
         self._move_damaged_objects()
         self._block_infos()
         self._stats()
-        self._reuse()
+        self._caches()
         self._run_index()
         self._refs()
         self._reflog()
@@ -163,13 +163,14 @@ class _Repair:
         self._did(len(useless), "removed records of statistics that were wrong")
         self._did(made, "made records of statistics anew")
 
-    def _reuse(self) -> None:
-        useless = []
-        for _, batch in self.store.environment.batches("reuse"):
-            useless += [key for key, value in batch if not is_sealed(key, value)]
-        for txn, key in self._writing(useless):
-            txn.delete("reuse", key)
-        self._did(len(useless), "removed damaged reuse entries")
+    def _caches(self) -> None:
+        for database in ("reuse", "pairs"):
+            useless = []
+            for _, batch in self.store.environment.batches(database):
+                useless += [key for key, value in batch if not is_sealed(key, value)]
+            for txn, key in self._writing(useless):
+                txn.delete(database, key)
+            self._did(len(useless), f"removed damaged entries of {database}")
 
     def _run_index(self) -> None:
         made_by: dict[ObjectId, ObjectId] = {run.commit: object_id(run.encode()) for run in self._readable(Run)}

@@ -15,6 +15,7 @@ from mpfs.objects.ids import is_object_id
 from mpfs.objects.plan import PlanTensor, Selection
 
 _MAX_DIMENSIONS = 64
+_MAX_BLOCK_SIZE = 64 << 20
 _MAX_TEXT = 1 << 20
 _MAX_TIME = 253_402_300_799
 """The end of the year 9999."""
@@ -45,6 +46,7 @@ def validate(item: Commit | Plan | Run | Snapshot | Tensor) -> None:
 def _tensor(item: Tensor) -> None:
     _dtype(item.dtype)
     _shape(item.shape)
+    _integer(item.block_size, "block size", _MAX_BLOCK_SIZE)
 
 
 def _snapshot(item: Snapshot) -> None:
@@ -86,6 +88,8 @@ def _plan(item: Plan) -> None:
             _dtype(dtype)
     if not isinstance(item.seed, int) or not isinstance(item.recipe, dict):
         raise ValueError("seed or recipe makes no sense")
+    if item.budget.kind not in ("none", "bytes", "percent", "fidelity"):
+        raise ValueError(f"a budget of kind {str(item.budget.kind)[:80]!r}")
     for value in (item.budget.value, item.fidelity_predicted, *astuple(item.cost)):
         _number(value)
     for tensor in item.tensors:

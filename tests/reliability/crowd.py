@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch  # noqa: F401
+from numpy.typing import NDArray
 
 import mpfs.ingest.commit
 import mpfs.merge.commit
@@ -46,7 +47,7 @@ def variants(folder: Path) -> list[Path]:
     for number in range(VARIANTS):
         tensors = []
         for index in range(3):
-            values = np.random.default_rng(index).standard_normal(SHAPE, np.float32)
+            values: NDArray[Any] = np.random.default_rng(index).standard_normal(SHAPE, np.float32)
             if number and index != number % 3:
                 values = values + np.random.default_rng([number, index]).standard_normal(SHAPE, np.float32) / 50
             tensors.append(TensorContent(f"layer.{index}", "F32", SHAPE, values.astype("<f4").tobytes()))

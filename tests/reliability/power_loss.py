@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CALLS = (
-    "openat,write,pwrite64,pwritev,fsync,fdatasync,sync_file_range,msync,rename,renameat,renameat2,unlink,unlinkat,mkdir,"
+    "openat,lseek,write,writev,pwrite64,pwritev,fsync,fdatasync,sync_file_range,msync,rename,renameat,renameat2,unlink,unlinkat,mkdir,"
     "mkdirat,rmdir,ftruncate,close"
 )
 SECTOR = 512
@@ -34,7 +34,8 @@ _FD = re.compile(r"^(\d+)<((?:\\x[0-9a-f]{2}|[^>])*)>")
 
 @dataclass
 class Event:
-    """One system call that matters. `start` is how many events had ended when it began."""
+    """One system call that matters. `number` is its place in the order in which calls ended; the calls before `start`
+    had ended when it began."""
 
     kind: str
     path: str
@@ -43,11 +44,12 @@ class Event:
     data: bytes = b""
     sync: bool = False
     start: int = 0
+    number: int = 0
 
 
 def record(command: list[str], trace: Path, root: Path) -> list[Event]:
     """Run a command under strace; what it did below `root`."""
-    options = ["-f", "--seccomp-bpf", "-y", "-xx", "-s", str(1 << 24), "-e", f"trace={CALLS}", "-o", str(trace)]
+    options = ["-f", "-v", "--seccomp-bpf", "-y", "-xx", "-s", str(1 << 24), "-e", f"trace={CALLS}", "-o", str(trace)]
     subprocess.run(["strace", *options, *command], check=True, timeout=250)
     return list(_events(trace, str(root)))
 
@@ -76,7 +78,7 @@ def _events(trace: Path, root: str) -> Iterator[Event]:
                 continue
             for event in _parse(call.group(1), call.group(2), int(call.group(3)), positions, synced):
                 if event.path.startswith(root):
-                    event.start = start
+                    event.start, event.number = start, count
                     count += 1
                     yield event
 
@@ -93,13 +95,17 @@ def _parse(name: str, arguments: str, result: int, positions: dict[int, int], sy
             synced.add(result)
         if "O_CREAT" in arguments.rpartition('"')[2]:
             yield Event("create", _absolute(arguments, strings[0]), data=b"T" if "O_TRUNC" in arguments else b"")
-    elif name == "write":
-        data = strings[0][:result]
+    elif name == "lseek":
+        positions[fd] = result
+    elif name in ("write", "writev"):
+        data = b"".join(strings)[:result]
+        assert len(data) == result, f"strace has cut a {name} short"
         at = positions.get(fd, 0)
         positions[fd] = at + result
         yield Event("write", path, offset=at, data=data, sync=fd in synced)
     elif name in ("pwrite64", "pwritev"):
         data = b"".join(strings)[:result]
+        assert len(data) == result, f"strace has cut a {name} short"
         yield Event("write", path, offset=int(arguments.rpartition(",")[2]), data=data, sync=fd in synced)
     elif name in ("fsync", "fdatasync"):
         yield Event("sync", path)
@@ -138,11 +144,9 @@ class Disk:
         self._entries: dict[str, _File | None] = {}
         self._durable: dict[str, _File | None] = {}
         self._pending: list[tuple[str, Event, _File | None]] = []
-        self._number = 0
 
     def apply(self, event: Event) -> None:
         """Take one event."""
-        number, self._number = self._number, self._number + 1
         if event.kind == "write":
             file = self._entries.get(event.path)
             if file is None:
@@ -150,7 +154,7 @@ class Disk:
             if event.sync:
                 _put(file.durable, event.offset, event.data)
             else:
-                file.pending.append((number, event.offset, event.data))
+                file.pending.append((event.number, event.offset, event.data))
         elif event.kind == "sync":
             self._sync(event)
         elif event.kind == "create" and event.path in self._entries:

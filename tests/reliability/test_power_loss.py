@@ -6,13 +6,14 @@ import random
 import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from crowd import variants
 from power_loss import Disk, Event, record, write_state
 
-from mpfs.errors import NotARepositoryError
+from mpfs.errors import MPFSError, NotARepositoryError
 from mpfs.repository import Repository
 
 SCRIPT = Path(__file__).parent / "power_loss.py"
@@ -66,6 +67,8 @@ def look(path: Path, done: dict[str, str], where: str) -> str:
         assert report.ok, (where, report.problems[:3])
         refs = {ref.name: ref.commit for ref in repository.refs()}
         for name, commit in done.items():
+            if name == "gone" and name not in refs:
+                continue  # it was to be removed, and may be as soon as that was asked for
             if commit != "-":
                 log = [item.identity for item in repository.log(name)]
                 later = [entry.new for entry in repository.reflog(name)]
@@ -84,7 +87,7 @@ def test_the_model_itself(tmp_path: Path) -> None:
             Event("write", "/r/f", offset=3, data=b"two"), Event("sync", "/r"), Event("create", "/r/g"),
         ]
     ):  # fmt: skip
-        event.start = number
+        event.start = event.number = number
         disk.apply(event)
     found = {str(sorted(state.items())) for _, state in disk.states(random.Random(1), 50)}
     assert any("onetwo" in text for text in found)
@@ -106,3 +109,17 @@ def test_no_loss_of_power_at_any_point_loses_anything(events: tuple[str, list[Ev
     outcomes = replay(events, tmp_path / "disk", seed, share=1.0, states=6)
     print(len(events[1]), "events", dict(outcomes))
     assert outcomes["whole"] > 400
+
+
+@pytest.mark.parametrize("forgotten", ["sync", "directory"])
+def test_the_model_notices_a_sync_that_is_forgotten(
+    events: tuple[str, list[Event]], tmp_path: Path, forgotten: str
+) -> None:
+    root, recorded = events
+    if forgotten == "sync":  # of data.mdb, be it by a call or by its descriptor
+        kept = [event for event in recorded if not (event.kind == "sync" and event.path.endswith("data.mdb"))]
+        kept = [replace(event, sync=False) for event in kept]
+    else:
+        kept = [event for event in recorded if not (event.kind == "sync" and event.path == root)]
+    with pytest.raises((AssertionError, MPFSError)):
+        replay((root, kept), tmp_path / "disk", 1, share=0.2, states=2)

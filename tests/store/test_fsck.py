@@ -166,6 +166,7 @@ CASES: list[tuple[str, Damage, str, str | None]] = [
     ("run without index", no_index, "wrong_run_index", "merged"),
     ("stats flipped", flip_stats, "damaged_stats", "block"),
     ("reuse entry flipped", put("reuse", b"r" * 32, b"{}" + bytes(8)), "damaged_reuse", None),
+    ("pair flipped", put("pairs", b"p" * 64, b"{}" + bytes(8)), "damaged_pairs", None),
     ("blocks of another size", odd_blocks, "wrong_size", None),
     ("ref renamed", rename_ref, "damaged_ref", None),
     ("ref to nowhere", put_sealed("refs", b"lost", b"b" + b"\1" * 32), "missing_commit", None),

@@ -45,7 +45,7 @@ REBUILT = [
     "block_info deleted", "block_info unreadable", "block_info of unknown codec", "info without block", "stats deleted",
     "stats of no block", "stats flipped", "stats key of no sense", "run of another commit", "run without index",
     "ref too short", "ref of no kind", "ref of an odd name", "ref renamed", "log entry unreadable", "run flipped",
-    "log entry of an odd key", "log entry to nowhere", "log entry flipped", "reuse entry flipped", "ref to nowhere",
+    "log entry of an odd key", "log entry to nowhere", "log entry flipped", "reuse entry flipped", "pair flipped", "ref to nowhere",
     "run deleted",
 ]  # fmt: skip
 
