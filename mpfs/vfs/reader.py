@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mpfs.errors import BadInputError, IntegrityError, NotFoundError
 from mpfs.formats.messages import show
 from mpfs.formats.safetensors import parse_header
-from mpfs.objects import BlockId, File, ObjectId, Snapshot, Tensor, object_id
+from mpfs.objects import BlockId, File, ObjectId, Snapshot, Tensor, block_id, object_id
 from mpfs.store import Store
 from mpfs.store.blocks import RAW, BlockInfo
 from mpfs.store.environment import Transaction
@@ -35,9 +35,6 @@ CHUNK_BYTES = 4 << 20
 BATCH_BYTES = 8 << 20
 """Bytes of blocks in one read transaction (a single larger block excepted): few enough to be in the CPU's cache still
 when they are copied after they were verified."""
-
-INTO_BATCH_BYTES = 1 << 20
-"""The same where bytes are copied out at once, block by block: these stay in a cache that is closer still."""
 
 BATCH_BLOCKS = 1024
 """Blocks in one read transaction."""
@@ -316,19 +313,36 @@ class FileReader:
             As `read_at`.
         """
         view = memoryview(buffer)
-        if not view.nbytes:
+        if offset < 0:
+            raise ValueError(f"cannot read at offset {offset}")
+        stop = min(offset + view.nbytes, self.size)
+        if offset >= stop:
             return 0
         target = view.cast("B")
-        done = 0
+        horizon = self._horizon(offset, stop)
+        for batch in batches(self.layout.segments_in(offset, stop), BATCH_BYTES, BATCH_BLOCKS):
+            self._prefetch(batch, horizon)
+            if not self._copy(batch, target, offset):
+                with ExitStack() as stack:
+                    for segment, payload in zip(batch, self._payloads(stack, batch), strict=True):
+                        _place(segment, payload, target, offset)
+        return stop - offset
 
-        def put(batch: list[memoryview]) -> None:
-            nonlocal done
-            for piece in batch:
-                target[done : done + len(piece)] = piece
-                done += len(piece)
-
-        self.visit(offset, len(target), put, batch_bytes=INTO_BATCH_BYTES)
-        return done
+    def _copy(self, batch: Sequence[Segment], target: memoryview, offset: int) -> bool:
+        """Copy a batch to where it belongs in `target`, which is the file from `offset` on; False if that did not go
+        well. Block by block: one that was just verified is still in the CPU's cache when it is copied.
+        """
+        with self._store.environment.read() as txn:
+            for segment in batch:
+                payload = txn.get("blocks", segment.block)
+                if payload is None or len(payload) != segment.size:
+                    return False
+                if segment.block not in self._verified:
+                    if block_id(payload) != segment.block:
+                        return False
+                    self._verified.add(segment.block)
+                _place(segment, payload, target, offset)
+        return True
 
     def iter_chunks(self, start: int = 0, stop: int | None = None, *, batch: int = CHUNK_BYTES) -> Iterator[bytes]:
         """The file, or bytes [start, stop) of it, in chunks of `batch` bytes, the last one shorter, reading ahead.
@@ -359,17 +373,10 @@ class FileReader:
 
         self.visit(start, (self.size if stop is None else stop) - start, visit)
 
-    def visit(
-        self,
-        offset: int,
-        size: int,
-        visit: Callable[[list[memoryview]], object],
-        *,
-        batch_bytes: int | None = None,
-    ) -> None:
+    def visit(self, offset: int, size: int, visit: Callable[[list[memoryview]], object]) -> None:
         """Call `visit` with the pieces of [offset, offset + size), batch by batch, straight from the map's buffers.
 
-        A batch is `batch_bytes` at most (default: BATCH_BYTES), or a single block. As with `copy_to`, its buffers are valid during the call.
+        A batch is BATCH_BYTES at most, or a single block. As with `copy_to`, its buffers are valid during the call.
 
         Raises:
             As `read_at`, and whatever `visit` raises.
@@ -379,10 +386,8 @@ class FileReader:
         stop = min(offset + size, self.size)
         if offset >= stop:
             return
-        with self._lock:
-            horizon = self.size if self._next == offset else stop
-            self._next = stop
-        for batch in batches(self.layout.segments_in(offset, stop), batch_bytes or BATCH_BYTES, BATCH_BLOCKS):
+        horizon = self._horizon(offset, stop)
+        for batch in batches(self.layout.segments_in(offset, stop), BATCH_BYTES, BATCH_BLOCKS):
             self._prefetch(batch, horizon)
             with ExitStack() as stack:
                 pieces = self._payloads(stack, batch)
@@ -390,6 +395,13 @@ class FileReader:
                 pieces[-1] = pieces[-1][: min(batch[-1].size, stop - batch[-1].offset)]
                 pieces[0] = pieces[0][max(0, offset - batch[0].offset) :]
                 visit(pieces)
+
+    def _horizon(self, offset: int, stop: int) -> int:
+        """How far a read of [offset, stop) may look ahead: to the end of the file if it goes on where one stopped."""
+        with self._lock:
+            horizon = self.size if self._next == offset else stop
+            self._next = stop
+        return horizon
 
     def _prefetch(self, batch: Sequence[Segment], horizon: int) -> None:
         """Ask the disk for a batch and what follows it, up to `horizon`, as far as that was not just done."""
@@ -441,6 +453,14 @@ class FileReader:
             path=self.path,
             tensor=segment.tensor,
         ) from error
+
+
+def _place(segment: Segment, payload: memoryview, target: memoryview, offset: int) -> None:
+    """Copy the part of a block that lies in `target`, which is the file from `offset` on."""
+    begin = max(0, offset - segment.offset)
+    end = min(segment.size, offset + len(target) - segment.offset)
+    place = segment.offset + begin - offset
+    target[place : place + end - begin] = payload[begin:end]
 
 
 def _known(txn: Transaction, blocks: Sequence[BlockId]) -> list[memoryview] | None:

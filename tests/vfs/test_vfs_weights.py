@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from vfs_cases import MAP_SIZE, Builder, Staged, sample_tensors
 
 from mpfs.errors import BadInputError, NotFoundError
 from mpfs.formats.safetensors import build_header
-from mpfs.objects import BlockId
 from mpfs.repository import Repository
 from mpfs.store import Store
-from mpfs.store.blocks import BlockReader
+from mpfs.store.environment import Transaction
 from mpfs.vfs import SnapshotReader
 from mpfs.vfs.weights import Weights
 
@@ -101,14 +99,14 @@ def test_only_the_blocks_that_are_needed_are_read(
 ) -> None:
     tensor = torch.arange(64 * 2048, dtype=torch.float32).reshape(64, 2048)  # a row is two blocks
     staged = builder.publish({"model.safetensors": save({"t": tensor})})
-    read: list[BlockId] = []
-    view = BlockReader.view
+    read: list[bytes] = []
+    get = Transaction.get
 
-    def counted(self: BlockReader, blocks: Sequence[BlockId], where: str) -> AbstractContextManager[list[memoryview]]:
-        read.extend(blocks)
-        return view(self, blocks, where)
+    def counted(self: Transaction, database: str, key: bytes) -> memoryview | None:
+        read.extend([key] if database == "blocks" else [])
+        return get(self, database, key)
 
-    monkeypatch.setattr(BlockReader, "view", counted)
+    monkeypatch.setattr(Transaction, "get", counted)
     blocks = store.objects.get(
         type(SnapshotReader(store, staged.snapshot).tensor("t")), staged.snapshot.tensors["t"]
     ).blocks
