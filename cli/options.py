@@ -29,6 +29,7 @@ class OnMismatch(StrEnum):
     """What to do where the models do not fit each other."""
 
     error = "error"
+    crop = "crop"
     base = "base"
 
 
@@ -90,8 +91,8 @@ MismatchOption = Annotated[
     OnMismatch,
     typer.Option(
         "--on-mismatch",
-        metavar="error|base",
-        help="Where models do not fit each other: fail, or keep the base's tensor.",
+        metavar="error|crop|base",
+        help="Where models do not fit each other: fail, cut vocabularies to what all have, or keep the base's tensor.",
     ),
 ]
 MessageOption = Annotated[

@@ -38,6 +38,7 @@ from mpfs.store import (
     repair,
 )
 from mpfs.store.store import DEFAULT_BLOCK_SIZE, DEFAULT_MAP_SIZE
+from mpfs.store.validate import validate
 from mpfs.vfs.contents import Contents
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from mpfs.merge.recipe import Recipe
 
 PolicyName: TypeAlias = Literal["energy", "layerwise", "uniform", "random"]
-MismatchPolicy: TypeAlias = Literal["error", "base"]
+MismatchPolicy: TypeAlias = Literal["error", "crop", "base"]
 
 REPOSITORY_NAME = ".mpfs"
 """What a repository's directory is called by default."""
@@ -148,7 +149,8 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             budget: what may be read of the experts; None: everything.
             policy: how blocks are chosen under a budget.
             seed: for methods and policies that draw random numbers.
-            on_mismatch: "error", or "base" to take the base's tensor where models do not fit.
+            on_mismatch: "error"; "base" to take the base's tensor where models do not fit; or "crop" to cut
+                vocabularies to the words that all models have.
             save: store the plan, so that `merge` finds it by id.
 
         Raises:
@@ -158,17 +160,20 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             NotFoundError: a model is neither a ref, a commit nor a path.
         """
         from mpfs.merge.commit import load_model, make_plan
+        from mpfs.merge.naming import ModelFinder
 
         parsed = _recipe(recipe)
         folder = None if isinstance(recipe, Mapping) else Path(recipe).parent
+        finder = ModelFinder(self._store, self._author, self.resolve, self._bring_in, folder)
         plan = make_plan(
             self._store,
             parsed,
-            [load_model(self._store, name, self._commit_of_model(name, folder)) for name in parsed.model_names],
+            [load_model(self._store, name, finder.commit(name)) for name in parsed.model_names],
             budget=budget or Budget(),
             policy=policy,
             seed=seed,
             on_mismatch=on_mismatch,
+            author=self._author,
         )
         if save:
             self._store.put_plan(plan)
@@ -186,7 +191,8 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
         if path.is_file():
             try:
                 loaded = Plan.decode(path.read_bytes())
-            except ValueError as error:
+                validate(loaded)
+            except (ValueError, TypeError, AttributeError, OverflowError) as error:
                 raise BadInputError(f"{path}: not a plan: {error}", file=str(path)) from error
             return PlanReport(object_id(loaded.encode()), loaded)
         identities = [text] if is_object_id(text) else self._plans_starting_with(text)
@@ -499,15 +505,8 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             name, commit, expected=expected, kind=kind, time=int(clock.time()), author=self._author, reason=reason
         )
 
-    def _commit_of_model(self, name: str, folder: Path | None) -> ObjectId:
-        try:
-            return self.resolve(name)
-        except NotFoundError as error:
-            candidates = [Path(name)] if folder is None else [Path(name), folder / name]
-            for path in candidates:
-                if path.exists():
-                    return self.import_checkpoint(path, _imported_ref(path)).commit
-            raise NotFoundError(f"model {name}: {error.message}, and there is no such path", model=name) from error
+    def _bring_in(self, path: Path) -> ObjectId:
+        return self.import_checkpoint(path, _imported_ref(path)).commit
 
     def _plans_starting_with(self, prefix: str) -> list[ObjectId]:
         if len(prefix) < 4 or any(digit not in "0123456789abcdef" for digit in prefix):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time as clock
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpfs.merge.architecture import Config
 from mpfs.merge.check import check_models, check_plan
 from mpfs.merge.compile import compile_plan
 from mpfs.merge.config import layers_taken
+from mpfs.merge.crop import cropped, find_crops
 from mpfs.merge.engine import Outcome, execute
 from mpfs.merge.fidelity import measure_fidelity
 from mpfs.merge.inputs import OnMismatch, fit
@@ -52,19 +53,19 @@ class MergeOptions:
     progress: Progress | None
 
 
-def load_model(store: Store, name: str, commit: ObjectId) -> Model:
+def load_model(store: Store, name: str, commit: ObjectId, config_path: str = "config.json") -> Model:
     """A commit as a model of a merge: its tensor objects by name, and its config.json; no block of a tensor is read."""
     snapshot_id = store.objects.get(Commit, commit).snapshot
     snapshot = store.objects.get(Snapshot, snapshot_id)
     tensors = {
         key: ModelTensor(identity, store.objects.get(Tensor, identity)) for key, identity in snapshot.tensors.items()
     }
-    return Model(ModelRef(name, commit, snapshot_id), tensors, _config(store, snapshot))
+    return Model(ModelRef(name, commit, snapshot_id), tensors, _config(store, snapshot, config_path))
 
 
-def _config(store: Store, snapshot: Snapshot) -> Config:
+def _config(store: Store, snapshot: Snapshot, path: str) -> Config:
     """The model's config.json; empty if it has none that can be read."""
-    file = snapshot.file("config.json")
+    file = snapshot.file(path)
     if not isinstance(file, BlobFile) or file.size > _LARGEST_CONFIG:
         return {}
     content = store.objects.get(Tensor, file.content)
@@ -84,10 +85,19 @@ def make_plan(
     policy: Policy,
     seed: int,
     on_mismatch: OnMismatch,
+    author: str = "",
 ) -> Plan:
-    """Fit the models together and choose what to read; see `Repository.plan`."""
+    """Fit the models together and choose what to read; see `Repository.plan`. `author` is who cut models are by."""
     operator = get_operator(recipe.method)
+    models = list(models)
+    cuts: list[str] = []
+    if on_mismatch == "crop":
+        for index, crop in find_crops(models).items():
+            model = models[index]
+            models[index] = load_model(store, model.ref.name, cropped(store, model, crop, author))
+            cuts.append(crop.note(model.ref.name))
     fitted = fit(recipe, models, operator, on_mismatch)
+    fitted = replace(fitted, notes=(*cuts, *fitted.notes))
     return compile_plan(
         recipe,
         models,

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpfs.formats import safetensors
-from mpfs.merge.config import config_with, parse_config, set_dtype, set_layers, set_tied
+from mpfs.merge.architecture import is_embedding
+from mpfs.merge.config import config_with, parse_config, set_dtype, set_layers, set_tied, set_vocabulary
 from mpfs.objects import BlobFile, File, ObjectId, SafetensorsFile, Snapshot, Tensor, object_id
 from mpfs.objects.dtypes import MERGEABLE
 from mpfs.stats.staging import stage_bytes
@@ -83,7 +84,7 @@ def assemble(
         content = objects.get(Tensor, side.content)
         if side.path == _CONFIG:
             old = b"".join(blocks.read(block, side.path) for block in content.blocks)
-            new = _true_config(old, template, merged, identities, out_dtype, layers)
+            new = _true_config(old, template, merged, identities, out_dtype, layers, objects)
             if new != old:
                 files.append(BlobFile(side.path, len(new), store(new)))
                 continue
@@ -99,6 +100,7 @@ def _true_config(
     identities: Mapping[str, ObjectId],
     out_dtype: str | None,
     layers: Sequence[int] | None,
+    objects: ObjectReader,
 ) -> bytes:
     """The template's config.json, made to agree with the output."""
     config = parse_config(old)
@@ -109,7 +111,19 @@ def _true_config(
         set_dtype(config, dtype, add=out_dtype is not None)
     set_layers(config, template.tensors, identities, layers)
     set_tied(config, template.tensors, identities)
+    rows = _vocabulary(template.tensors, merged, objects)
+    if rows is not None:
+        set_vocabulary(config, rows)
     return config_with(old, config)
+
+
+def _vocabulary(before: Mapping[str, ObjectId], merged: Mapping[str, Tensor], objects: ObjectReader) -> int | None:
+    """The rows of the embedding, if they are not as many as the template has; padding rows stay as they are told."""
+    name = next((name for name in merged if is_embedding(name) and name in before), None)
+    if name is None or len(merged[name].shape) != 2:
+        return None
+    rows = merged[name].shape[0]
+    return None if objects.get(Tensor, before[name]).shape[:1] == (rows,) else rows
 
 
 def _common_dtype(merged: Mapping[str, Tensor]) -> str | None:

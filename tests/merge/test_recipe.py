@@ -123,7 +123,7 @@ models:
   - model: e0
     parameters: {wieght: 1.0, weight: .nan, density: [0.1, 0.9], gamma: text}
   - model: e0
-  - model: a+lora
+  - model: a+lora+more
   - model: ' '
 dtype: bfloat
 out_dtype: int64
@@ -135,7 +135,7 @@ parameters: {lambda: .inf, epsilon: {value: 1}, normalise: true}
     assert "finite" in found["models[0].parameters.weight"]
     assert "number" in found["models[0].parameters.gamma"]
     assert "twice" in found["models[1].model"]
-    assert "adapters" in found["models[2].model"]
+    assert "one adapter" in found["models[2].model"]
     assert "empty" in found["models[3].model"]
     assert "bfloat16" in found["dtype"]
     assert "int64" in found["out_dtype"]

@@ -370,8 +370,10 @@ def _name(reference: str | _ModelReference, path: str, problems: list[Problem]) 
         )
     if not name.strip():
         problems.append(problem(path, "the name is empty"))
-    elif "+" in name:
-        problems.append(problem(path, f"{name}: adapters (+) are not supported by this version of MPFS"))
+    elif name.count("+") > 1:
+        problems.append(problem(path, f"{name}: a model takes one adapter (+)"))
+    elif not all(part.strip() for part in name.split("+")):
+        problems.append(problem(path, f"{name}: a model with an adapter is written MODEL+ADAPTER"))
     return name
 
 

@@ -1,0 +1,64 @@
+"""From a recipe's words for a model to a commit: refs, commits, paths, each with `@revision` and `+adapter`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpfs.errors import NotFoundError
+from mpfs.formats.peft import CONFIG_PATH
+from mpfs.history import ancestry
+from mpfs.merge.adapter import with_adapter
+from mpfs.merge.commit import load_model
+from mpfs.objects import ObjectId
+from mpfs.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFinder:
+    """Finds the models of a recipe in a store.
+
+    `resolve` gives the commit of a revision; `bring_in` imports a path; `folder` is where paths may start from, besides
+    the working directory.
+    """
+
+    store: Store
+    author: str
+    resolve: Callable[[str], ObjectId]
+    bring_in: Callable[[Path], ObjectId]
+    folder: Path | None
+
+    def commit(self, name: str) -> ObjectId:
+        """The commit of a model; made if it is one with an adapter.
+
+        Raises:
+            NotFoundError: a part of it is neither a ref, a commit nor a path.
+            BadInputError: the adapter is none, or does not fit.
+        """
+        base, plus, adapter = name.partition("+")
+        if not plus:
+            return self._plain(name)
+        model = load_model(self.store, base, self._plain(base))
+        change = load_model(self.store, adapter, self._plain(adapter), config_path=CONFIG_PATH)
+        return with_adapter(self.store, name, model, change, self.author)
+
+    def _plain(self, name: str) -> ObjectId:
+        try:
+            return self.resolve(name)
+        except NotFoundError as error:
+            paths = [Path(name)] if self.folder is None else [Path(name), self.folder / name]
+            for path in paths:
+                if path.exists():
+                    return self.bring_in(path)
+            model, at, revision = name.rpartition("@")
+            if at:
+                return self._at(model, revision)
+            raise NotFoundError(f"model {name}: {error.message}, and there is no such path", model=name) from error
+
+    def _at(self, model: str, revision: str) -> ObjectId:
+        """An earlier commit of a model's history."""
+        commit, tip = self.resolve(revision), self.resolve(model)
+        if all(item.identity != commit for item in ancestry([tip], self.store.objects, self.store.refs)):
+            raise NotFoundError(f"model {model}@{revision}: {revision} is not in the history of {model}", model=model)
+        return commit
