@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -132,12 +136,12 @@ class StoreMachine(RuleBasedStateMachine):
             )
             self.moved(name, None)
 
-    @rule(days=st.sampled_from([0, 1, 3, 10]))
-    def collect(self, days: int) -> None:
+    @rule(days=st.sampled_from([0, 1, 3, 10]), compact=st.booleans())
+    def collect(self, days: int, compact: bool) -> None:
         young = [entry for entry in self.log if entry[0] > self.time - days * DAY]
         roots = {commit for _, old, new in young for commit in (old, new) if commit is not None}
         live = self.reachable(roots | set(self.refs.values()))
-        execute_gc(self.store, now=self.time, reflog_days=days)
+        execute_gc(self.store, now=self.time, reflog_days=days, compact=compact)
         self.commits = {commit: known for commit, known in self.commits.items() if commit in live}
         self.log = [entry for entry in self.log if {entry[1], entry[2]} <= live | {None}]
         with self.store.environment.read() as txn:
@@ -153,6 +157,55 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.store.close()
+        self.store = Store.open(self.directory / "repo")
+
+    @rule(factor=st.integers(1, 3))
+    def grow(self, factor: int) -> None:
+        assert self.store.grow_map(self.store.environment.map_size + factor) >= 64 << 20
+
+    @rule(target=published, name=NAMES, weights=WEIGHTS, after=st.integers(0, 4))
+    def die_while_publishing(self, name: str, weights: dict[str, int], after: int) -> str:
+        """The ref is the old one or the new one."""
+        self.time += DAY
+        expected = self.refs.get(name)
+        if expected is None and self.nests(name):
+            return ""
+        content = {key: data(seed) for key, seed in weights.items()}
+        self.die(after, lambda store: publish(store, content, ref=name, expected=expected, time=self.time))
+        found = self.store.refs.find(name)
+        if found is None or found.commit == expected:
+            return ""
+        self.commits[found.commit] = Known(weights, ())
+        self.moved(name, found.commit)
+        return found.commit
+
+    @rule(after=st.integers(0, 9), compact=st.booleans())
+    def die_while_collecting(self, after: int, compact: bool) -> None:
+        """What was left over is found by the next collection."""
+        self.die(after, lambda store: execute_gc(store, now=self.time, reflog_days=0, compact=compact))
+        self.every_ref_reads_back()
+        self.fsck_is_clean()
+        self.collect(0, compact)
+
+    def die(self, after: int, act: Callable[[Store], object]) -> None:
+        """Let a child do something, and be killed with its transaction number `after`, before it or in it."""
+        self.store.close()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                store = Store.open(self.directory / "repo")
+                real, count = store.environment._begin, iter(range(1000))
+
+                def begin(handle: Any, write: bool) -> Any:
+                    if write and next(count) == after:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real(handle, write)
+
+                store.environment._begin = begin  # type: ignore[method-assign]
+                act(store)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
         self.store = Store.open(self.directory / "repo")
 
     def snapshot(self, commit: str) -> Snapshot:
@@ -180,5 +233,5 @@ class StoreMachine(RuleBasedStateMachine):
         assert_clean(self.store)
 
 
-TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")(StoreMachine.TestCase)
 TestStoreMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
