@@ -8,9 +8,9 @@ from pathlib import Path
 # Run as a script (so that `make bench` needs no installation of this directory): its parent is the import root.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import peers, throughput  # after the path is set
+from benchmarks import fidelity, fidelity_scale, peers, throughput  # after the path is set
 
-BENCHMARKS = {"throughput": throughput.main, "peers": peers.main}
+BENCHMARKS = {"throughput": throughput.main, "peers": peers.main, "fidelity": fidelity.main, "fidelity_scale": fidelity_scale.main}
 """Each takes its own arguments; `peers` needs an environment with mergekit, so that it runs by name only."""
 
 BY_NAME_ONLY = {"peers"}

@@ -284,9 +284,10 @@ def _distinct_bytes(weighed: _Merged, choices: _Chosen) -> int:
     """Bytes of the distinct expert blocks that a choice reads."""
     sizes: dict[BlockId, int] = {}
     for name, item in weighed.items():
-        for index, (_, expert) in enumerate(item.inputs.experts):
-            read = choices[name].read[:, index]
-            sizes.update(_blocks_in(expert.tensor, read, item.inputs.column_elements, item.differing[index]))
+        elements = item.inputs.column_elements
+        for index in np.flatnonzero(choices[name].read.any(axis=0)).tolist():
+            expert, read = item.inputs.experts[index][1], choices[name].read[:, index]
+            sizes.update(_blocks_in(expert.tensor, read, elements, item.differing[index]))
     return sum(sizes.values())
 
 

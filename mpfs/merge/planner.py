@@ -193,11 +193,14 @@ def predicted_fidelity(choices: Iterable[Choice]) -> float:
 
 def _loss(gram: FloatArray, left_out: BoolArray) -> FloatArray:
     """(C,): 1'G1 over the experts left out of each column."""
-    columns, count = left_out.shape
-    total = np.zeros(columns)
-    for i in range(count):
-        for j in range(count):
-            total += np.where(left_out[:, i] & left_out[:, j], gram[:, i, j], 0.0)
+    inside = left_out.astype(np.float64)
+    pull = np.zeros(inside.shape)
+    for j in range(inside.shape[1]):
+        pull += gram[:, :, j] * inside[:, j, None]
+    pull *= inside
+    total = np.zeros(len(inside))
+    for i in range(inside.shape[1]):
+        total += pull[:, i]
     return total
 
 
@@ -388,8 +391,8 @@ def _choices(candidates: Sequence[Candidates], energy: list[FloatArray], read: l
     for item, column_energy, chosen in zip(candidates, energy, read, strict=True):
         missing = (item.cost > 0) & ~chosen
         left = _ordered_sum(np.maximum(_loss(item.gram, missing), 0.0)) if missing.any() else 0.0
-        energy = max(0.0, _ordered_sum(column_energy) + item.drift)
-        tensors.append(Choice(chosen, energy, left, _mean_cosine(item.gram)))
+        change = max(0.0, _ordered_sum(column_energy) + item.drift)
+        tensors.append(Choice(chosen, change, left, _mean_cosine(item.gram)))
         nbytes += int(item.cost[chosen].sum())
     return Choices(tuple(tensors), nbytes, predicted_fidelity(tensors))
 

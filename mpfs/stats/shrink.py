@@ -45,27 +45,30 @@ def shrink_gram(gram: NDArray[np.float64], elements: NDArray[np.int64], live: ND
     result = np.zeros_like(gram)
     for i in range(count):
         result[:, i, i] = pulled[:, i]
-    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
-    means: list[float] = []
-    cosines: list[NDArray[np.float64]] = []
+    # Cosines: row i has those with the experts after it.
+    roots = np.sqrt(energy)
+    rows: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
     spread = noise = seen = 0.0
-    for i, j in pairs:
-        norm = np.sqrt(energy[:, i]) * np.sqrt(energy[:, j])
+    for i in range(count - 1):
+        norm = roots[:, i, None] * roots[:, i + 1 :]
         both = norm > 0.0
-        cosine = np.where(both, gram[:, i, j] / np.where(both, norm, 1.0), 0.0).clip(-1.0, 1.0)
-        weight = _sum(np.where(both, norm, 0.0))
-        mean = max(-1.0, min(1.0, _sum(np.where(both, gram[:, i, j], 0.0)) / weight)) if weight > 0.0 else 0.0
-        number = float(np.count_nonzero(both))
-        if number > 1.0:
-            spread += _sum(np.where(both, (cosine - mean) ** 2, 0.0)) * (number / (number - 1.0))
-            noise += number * (1.0 - mean * mean) ** 2 / _K
-            seen += number
-        means.append(mean)
-        cosines.append(np.where(both, cosine, mean))
+        product = np.where(both, gram[:, i, i + 1 :], 0.0)
+        cosine = (product / np.where(both, norm, 1.0)).clip(-1.0, 1.0)
+        weight = _sums(norm)
+        mean = (_sums(product) / np.where(weight > 0.0, weight, 1.0)).clip(-1.0, 1.0)
+        number = np.count_nonzero(both, axis=0).astype(np.float64)
+        counted = np.where(number > 1.0, number, 0.0)
+        scatter = _sums(np.where(both, (cosine - mean) ** 2, 0.0))
+        spread += _sum(scatter * counted / np.maximum(number - 1.0, 1.0))
+        noise += _sum(counted * (1.0 - mean * mean) ** 2) / _K
+        seen += _sum(counted)
+        rows.append((mean, np.where(both, cosine, mean)))
     keep = max(0.0, 1.0 - noise / spread) if seen and spread > 0.0 else 0.0
-    for (i, j), mean, cosine in zip(pairs, means, cosines, strict=True):
-        value = (mean + keep * (cosine - mean)) * (np.sqrt(pulled[:, i]) * np.sqrt(pulled[:, j]))
-        result[:, i, j] = result[:, j, i] = np.where(live[:, i] & live[:, j], value, 0.0)
+    norms = np.sqrt(pulled)
+    for i, (mean, cosine) in enumerate(rows):
+        value = (mean + keep * (cosine - mean)) * (norms[:, i, None] * norms[:, i + 1 :])
+        value = np.where(live[:, i, None] & live[:, i + 1 :], value, 0.0)
+        result[:, i, i + 1 :] = result[:, i + 1 :, i] = value
     return result
 
 
@@ -117,3 +120,8 @@ def _exponential(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def _sum(values: NDArray[np.float64]) -> float:
     """In index order, on every machine."""
     return float(np.cumsum(values)[-1]) if len(values) else 0.0
+
+
+def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Over the first axis, likewise."""
+    return np.asarray(np.cumsum(values, axis=0)[-1]) if len(values) else np.zeros(values.shape[1:])
