@@ -22,7 +22,7 @@ from .options import (
 )
 from .output import ID, Output
 from .session import Session
-from .sizes import format_count, format_size
+from .sizes import format_count, format_seconds, format_size
 
 if TYPE_CHECKING:
     from mpfs.merge.reports import PlanReport
@@ -93,6 +93,8 @@ def _summary(out: Output, report: PlanReport) -> None:
         ("blocks", f"{cost.blocks_computed:,} computed, {cost.blocks_kept:,} kept from the base"),
         ("fidelity", f"{plan.fidelity_predicted:.4f} predicted"),
     ]
+    if report.seconds_estimated is not None:
+        facts.append(("time", f"about {format_seconds(report.seconds_estimated)}, going by past runs"))
     for index, model in enumerate(plan.models):
         read = total = 0
         for tensor in plan.tensors:

@@ -9,12 +9,12 @@ import os
 import pwd
 import time as clock
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from mpfs.errors import BadInputError, NotFoundError, RefConflictError
+from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RefConflictError
 from mpfs.history import Diff, Explanation, Insight, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
 from mpfs.history.storage import StorageReport, measure_storage
 from mpfs.ingest.facade import Imports
@@ -50,6 +50,9 @@ MismatchPolicy: TypeAlias = Literal["error", "crop", "base"]
 
 REPOSITORY_NAME = ".mpfs"
 """What a repository's directory is called by default."""
+
+_MOST_RUNS = 500
+"""Past runs that an estimate of time looks at, whichever they are."""
 
 _DEFAULT_MEMORY = 1 << 30
 """Bound of a merge's anonymous memory, in bytes."""
@@ -177,7 +180,17 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
         )
         if save:
             self._store.put_plan(plan)
-        return PlanReport(object_id(plan.encode()), plan)
+        return PlanReport(object_id(plan.encode()), plan, self._seconds(plan))
+
+    def _seconds(self, plan: Plan) -> float | None:
+        """How long a plan will take, going by the past runs of this repository."""
+        from mpfs.merge.seconds import estimate_seconds
+
+        figures = []
+        for identity in self._store.objects.ids(Run)[:_MOST_RUNS]:
+            with suppress(NotFoundError, IntegrityError):  # one that is damaged, or collected meanwhile, is no loss
+                figures.append(self._store.objects.get(Run, identity).figures)
+        return estimate_seconds(plan.cost, figures)
 
     def find_plan(self, plan: str | os.PathLike[str]) -> PlanReport:
         """A plan by its id (or a unique beginning of it), or out of a JSON file that `PlanReport.plan` was written to.

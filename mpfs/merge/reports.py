@@ -10,10 +10,12 @@ from mpfs.objects.encoding import Json
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan and its id. If it was stored, `merge` runs it again by id."""
+    """A plan and its id. If it was stored, `merge` runs it again by id. `seconds_estimated` goes by past runs of the
+    repository; None where there are none."""
 
     identity: ObjectId
     plan: Plan
+    seconds_estimated: float | None = None
 
     def as_json(self) -> Json:
         """The JSON form: the keys of a merge's, less what only a run knows."""
@@ -29,6 +31,7 @@ class PlanReport:
                 "bytes_written_planned": cost.bytes_written,
                 "blocks_kept": cost.blocks_kept,
                 "blocks_computed": cost.blocks_computed,
+                "seconds_estimated": self.seconds_estimated,
             },
         }
 
