@@ -72,6 +72,9 @@ def merge(
             help="Afterwards read all experts and measure how close the result came to the full merge.",
         ),
     ] = False,
+    allow_nonfinite: Annotated[
+        bool, flag("--allow-nonfinite", help="Commit the result even if it holds NaN or infinity.")
+    ] = False,
     memory: Annotated[
         int,
         typer.Option("--memory", metavar="SIZE", parser=SIZE, show_default="1GiB", help="Most memory for the work."),
@@ -110,6 +113,7 @@ def merge(
                 on_mismatch=on_mismatch.value,
                 reuse=not no_reuse,
                 verify_fidelity=verify_fidelity,
+                allow_nonfinite=allow_nonfinite,
                 memory=memory,
                 threads=threads,
                 message=message,

@@ -139,6 +139,12 @@ class MismatchError(BadInputError):
     kind = "mismatch"
 
 
+class NonFiniteError(BadInputError):
+    """The result of a merge holds NaN or infinity; nothing was published."""
+
+    kind = "nonfinite"
+
+
 class IntegrityError(MPFSError):
     """Stored bytes are not what their id says, or an object that must exist is gone."""
 

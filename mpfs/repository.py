@@ -10,11 +10,12 @@ import pwd
 import time as clock
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RefConflictError
+from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RecipeError, RefConflictError
 from mpfs.history import Diff, Explanation, Insight, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
 from mpfs.history.storage import StorageReport, measure_storage
 from mpfs.ingest.facade import Imports
@@ -162,22 +163,14 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             BudgetInfeasibleError: the method must read more than the budget allows.
             NotFoundError: a model is neither a ref, a commit nor a path.
         """
-        from mpfs.merge.commit import load_model, make_plan
-        from mpfs.merge.naming import ModelFinder
-
-        parsed = _recipe(recipe)
-        folder = None if isinstance(recipe, Mapping) else Path(recipe).parent
-        finder = ModelFinder(self._store, self._author, self.resolve, self._bring_in, folder)
-        plan = make_plan(
-            self._store,
-            parsed,
-            [load_model(self._store, name, finder.commit(name)) for name in parsed.model_names],
-            budget=budget or Budget(),
-            policy=policy,
-            seed=seed,
-            on_mismatch=on_mismatch,
-            author=self._author,
-        )
+        documents, folder = _recipes(recipe)
+        if len(documents) > 1:
+            raise RecipeError(
+                f"{recipe}: it holds {len(documents)} documents, and later ones need the results of earlier ones: merge "
+                "them, or plan them one by one",
+                problems=[],
+            )
+        plan = self._plan(documents[0], folder, budget or Budget(), policy, seed, on_mismatch)
         if save:
             self._store.put_plan(plan)
         return PlanReport(object_id(plan.encode()), plan, self._seconds(plan))
@@ -224,6 +217,7 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
         on_mismatch: MismatchPolicy = "error",
         reuse: bool = True,
         verify_fidelity: bool = False,
+        allow_nonfinite: bool = False,
         memory: int = _DEFAULT_MEMORY,
         threads: int | None = None,
         message: str | None = None,
@@ -232,11 +226,13 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
         """Merge, and commit the result to a branch.
 
         Args:
-            recipe: as for `plan`; or a plan, which brings budget, policy, seed and mismatch policy with it.
+            recipe: as for `plan`; or a plan, which brings budget, policy, seed and mismatch policy with it; or a YAML
+                file of several documents, which are merged in order, all but the last to branches of their names.
             into: the branch; made if it does not exist.
             budget, policy, seed, on_mismatch: as for `plan`.
             reuse: take results of earlier merges from the store instead of computing them again.
             verify_fidelity: afterwards read every expert in full and measure how close to the full merge it came.
+            allow_nonfinite: publish the result even if it holds NaN or infinity.
             memory: bound of anonymous memory, in bytes.
             threads: worker threads; default: the number of CPUs.
             message: the commit's message; default: what was merged.
@@ -245,18 +241,24 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
         Raises:
             As `plan`; and
             RefConflictError: `into` is a tag, or moved meanwhile; nothing is published.
+            NonFiniteError: the result holds NaN or infinity; nothing is published.
             IntegrityError: an input block is damaged.
             NoSpaceError: the disk or the map is full; nothing is published.
         """
         from mpfs.merge.commit import MergeOptions, check_foreign_plan, run_plan
+        from mpfs.merge.documents import branches_of
 
+        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite)
         if isinstance(recipe, Plan):
-            plan = recipe
-            check_foreign_plan(self._store, plan)
-        else:
-            plan = self.plan(recipe, budget=budget, policy=policy, seed=seed, on_mismatch=on_mismatch, save=False).plan
-        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress)
-        return run_plan(self._store, plan, into, message=message, author=self._author, options=options)
+            check_foreign_plan(self._store, recipe)
+            return run_plan(self._store, recipe, into, message=message, author=self._author, options=options)
+        notes: list[str] = []
+        documents, folder = _recipes(recipe)
+        for branch, document in branches_of(documents, into, self._store):
+            plan = self._plan(document, folder, budget or Budget(), policy, seed, on_mismatch)
+            report = run_plan(self._store, plan, branch, message=message, author=self._author, options=options)
+            notes += [f"document {branch}: committed to the branch {branch} as {report.commit[:12]}"] * (branch != into)
+        return replace(report, notes=(*notes, *report.notes))
 
     def analyze(
         self,
@@ -518,6 +520,30 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             name, commit, expected=expected, kind=kind, time=int(clock.time()), author=self._author, reason=reason
         )
 
+    def _plan(
+        self,
+        recipe: Recipe,
+        folder: Path | None,
+        budget: Budget,
+        policy: PolicyName,
+        seed: int,
+        on_mismatch: MismatchPolicy,
+    ) -> Plan:
+        from mpfs.merge.commit import load_model, make_plan
+        from mpfs.merge.naming import ModelFinder
+
+        finder = ModelFinder(self._store, self._author, self.resolve, self._bring_in, folder)
+        return make_plan(
+            self._store,
+            recipe,
+            [load_model(self._store, name, finder.commit(name)) for name in recipe.model_names],
+            budget=budget,
+            policy=policy,
+            seed=seed,
+            on_mismatch=on_mismatch,
+            author=self._author,
+        )
+
     def _bring_in(self, path: Path) -> ObjectId:
         return self.import_checkpoint(path, _imported_ref(path)).commit
 
@@ -545,12 +571,13 @@ def _stats_of(data: memoryview, dtype: str, first_element: int) -> bytes:
     return block_stats(data, dtype, first_element).tobytes()
 
 
-def _recipe(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Recipe:
-    from mpfs.merge.recipe import load_recipe, recipe_from_mapping
+def _recipes(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[tuple[Recipe, ...], Path | None]:
+    """The documents of a recipe, and the folder that its paths may start from."""
+    from mpfs.merge.recipe import load_recipes, recipe_from_mapping
 
     if isinstance(recipe, Mapping):
-        return recipe_from_mapping(recipe)
-    return load_recipe(Path(recipe))
+        return (recipe_from_mapping(recipe),), None
+    return load_recipes(Path(recipe)), Path(recipe).parent
 
 
 def _imported_ref(path: Path) -> str:

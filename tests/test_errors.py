@@ -28,6 +28,7 @@ TREE = {
     "UnsafeInputError": ("unsafe_input", 65, "BadInputError"),
     "RecipeError": ("recipe", 65, "BadInputError"),
     "MismatchError": ("mismatch", 65, "BadInputError"),
+    "NonFiniteError": ("nonfinite", 65, "BadInputError"),
     "IntegrityError": ("integrity", 90, "MPFSError"),
 }
 

@@ -14,6 +14,7 @@ from mpfs.merge.config import layers_taken
 from mpfs.merge.crop import cropped, find_crops
 from mpfs.merge.engine import Outcome, execute
 from mpfs.merge.fidelity import measure_fidelity
+from mpfs.merge.finite import check_finite
 from mpfs.merge.inputs import OnMismatch, fit
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import get_operator
@@ -51,6 +52,7 @@ class MergeOptions:
     memory: int
     threads: int | None
     progress: Progress | None
+    allow_nonfinite: bool = False
 
 
 def load_model(store: Store, name: str, commit: ObjectId, config_path: str = "config.json") -> Model:
@@ -146,6 +148,7 @@ def run_plan(
             block_size=store.info.block_size,
         )
         writer.flush()
+        odd = check_finite(plan, outcome.tensors, store.objects, store.blocks, allow=options.allow_nonfinite)
         fidelity = _measure(store, plan) if options.verify_fidelity else None
         figures = _figures(plan, outcome, writer, clock.monotonic() - started, fidelity)
         snapshot = object_id(assembled.snapshot.encode())
@@ -172,7 +175,7 @@ def run_plan(
                 move=RefMove(into, tip, "branch", f"merge: {plan.method}"),
             )
     return MergeReport(
-        result, into, snapshot, identity, plan.fidelity_predicted, figures, plan.notes, new_commit=not same
+        result, into, snapshot, identity, plan.fidelity_predicted, figures, (*plan.notes, *odd), new_commit=not same
     )
 
 

@@ -25,9 +25,6 @@ _SHOWN = 3
 _QUANTISED = ("F8_", "F6_", "F4")
 """How the names of dtypes begin that hold quantised weights."""
 
-_PACKED = ("qweight", "qzeros", "weight_packed", "absmax", "quant_map", "quant_state", "weight_scale")
-"""Parts of the names of tensors that GPTQ, AWQ, bitsandbytes and others pack weights into."""
-
 
 @dataclass(frozen=True, slots=True)
 class TensorInputs:
@@ -200,9 +197,10 @@ class _Fitter:
     ) -> TensorInputs:
         """A tensor whose experts all have the shape of `first`."""
         dtypes = {found.tensor.dtype for _, found in experts} | {first.tensor.dtype}
-        if not dtypes <= MERGEABLE:
-            self._opaque(item, owner, first, experts, dtypes)
-            return _unmerged(item.name, first, "not floating point")
+        scheme = self._scheme([owner, *(source for source, _ in experts)], dtypes)
+        if scheme is not None or not dtypes <= MERGEABLE:
+            self._opaque(item, first, experts, scheme)
+            return _unmerged(item.name, first, "quantised" if scheme is not None else "not floating point")
         work = self._recipe.dtype or promote(dtypes)
         out = self._recipe.out_dtype or work
         if alone is None and not experts and item.sources:
@@ -263,24 +261,24 @@ class _Fitter:
         return self._problems[key]
 
     def _opaque(
-        self,
-        item: Item,
-        owner: Source,
-        first: ModelTensor,
-        experts: Sequence[tuple[Source, ModelTensor]],
-        dtypes: Iterable[str],
+        self, item: Item, first: ModelTensor, experts: Sequence[tuple[Source, ModelTensor]], scheme: str | None
     ) -> None:
-        """A tensor that is not floating point: it is carried over if it is the same everywhere."""
-        named = ", ".join(sorted(dtypes))
-        differing = [source for source, found in experts if found.identity != first.identity]
-        if not differing:
+        """A tensor that cannot be averaged: it is carried over if it is the same everywhere."""
+        dtypes = {found.tensor.dtype for _, found in experts} | {first.tensor.dtype}
+        if all(found.identity == first.identity for _, found in experts):
             self._report.opaque.append(f"{item.name} ({first.tensor.dtype})")
-        elif any(dtype.startswith(_QUANTISED) for dtype in dtypes) or _is_packed(item.name):
-            self._report.quantised.append(f"{item.name} ({named})")
-        elif any("quantization_config" in self._models[source.model].config for source in (owner, *differing)):
-            self._report.quantised.append(f"{item.name} ({named}, by its config.json)")
+        elif scheme is not None:
+            self._report.quantised.append(f"{item.name} ({scheme})")
         else:
-            self._report.differing.append(f"{item.name} ({named})")
+            self._report.differing.append(f"{item.name} ({', '.join(sorted(dtypes))})")
+
+    def _scheme(self, sources: Iterable[Source], dtypes: Iterable[str]) -> str | None:
+        """What is quantised of a tensor's inputs, if anything is."""
+        for source in sources:
+            found = self._models[source.model].quantised.get(source.name)
+            if found is not None:
+                return f"{found} in {self._name(source)}"
+        return next((dtype for dtype in sorted(dtypes) if dtype.startswith(_QUANTISED)), None)
 
     def _find(self, source: Source) -> ModelTensor | None:
         model = self._models[source.model]
@@ -300,10 +298,6 @@ class _Fitter:
 def _unmerged(name: str, tensor: ModelTensor, note: str) -> TensorInputs:
     dtype = tensor.tensor.dtype
     return TensorInputs(name, tensor.tensor.shape, tensor, (), Parameters({}, ()), dtype, dtype, False, note)
-
-
-def _is_packed(name: str) -> bool:
-    return any(part in name for part in _PACKED)
 
 
 def promote(dtypes: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from mpfs.formats.quantised import recognise as quantisation
 from mpfs.merge.architecture import Architecture, Config, is_embedding, is_head, is_tied, recognise
 from mpfs.objects import ModelRef, ObjectId, Tensor
 
@@ -30,6 +31,13 @@ class Model:
     def architecture(self) -> Architecture:
         """What was recognised of it."""
         return recognise(self.tensors, self.config)
+
+    @cached_property
+    def quantised(self) -> Mapping[str, str]:
+        """The tensors of quantised weights, their scales and tables too, with what they are (GPTQ)."""
+        shapes = {name: (item.tensor.dtype, item.tensor.shape) for name, item in self.tensors.items()}
+        found = quantisation(shapes, self.config)
+        return {} if found is None else found.members
 
     def stand_in(self, name: str) -> str | None:
         """The tensor that is tied to a head (or embedding) which this model does not store; None if there is none."""

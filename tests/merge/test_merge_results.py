@@ -143,10 +143,10 @@ def test_non_finite_values_go_through(lab: Lab) -> None:
     models.experts[1]["layer.1.weight"][0, 0] = float("nan")
     build(lab, models)
     asked = recipe("task_arithmetic", 2)
-    report = lab.merge(asked, verify_fidelity=True)
+    report = lab.merge(asked, verify_fidelity=True, allow_nonfinite=True)
     assert_same(lab.load(), expected(lab, asked))
     assert report.figures.fidelity == 1.0
-    lab.merge(recipe("ties", 2, densities=[0.5, 0.5]), budget=None)
+    lab.merge(recipe("ties", 2, densities=[0.5, 0.5]), budget=None, allow_nonfinite=True)
 
 
 def test_one_expert_and_many(lab: Lab) -> None:

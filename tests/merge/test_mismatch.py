@@ -128,3 +128,16 @@ def test_models_of_other_lengths(lab: Lab) -> None:
     add(lab, "e1", llama(64, 2, layers=3), num_hidden_layers=3)
     with pytest.raises(MismatchError, match=r"model.layers has 3 layers in e1, 2 in e0"):
         lab.merge(recipe("linear", 2, base=None))
+
+
+def test_quantised_weights(lab: Lab) -> None:
+    """The scales are floats that could be averaged, which would be wrong."""
+    for seed, name in enumerate(("base", "e0")):
+        values = llama(64, seed)
+        values["model.layers.0.q.weight"] = torch.full((16, 16), seed + 1.0).to(torch.float8_e4m3fn)
+        values["model.layers.0.q.weight_scale"] = torch.full((1,), seed + 1.0)
+        add(lab, name, values, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(MismatchError, match=r"quantised weights cannot be merged: .*weight \(FP8 in base\)"):
+        lab.merge(recipe("task_arithmetic", 1))
+    lab.merge(recipe("task_arithmetic", 1), on_mismatch="base")
+    assert lab.load()["model.layers.0.q.weight_scale"].item() == 1.0
