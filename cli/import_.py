@@ -18,7 +18,8 @@ def import_checkpoint(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A directory in Hugging Face layout, or a .safetensors, .gguf, .npz, .bin, .pt or .pth file.",
+            help="A directory in Hugging Face layout, a zip or tar archive of one, a .safetensors, .gguf, .npz, .bin, "
+            ".pt or .pth file, or an fsspec URL such as s3://bucket/model.",
         ),
     ],
     ref: Annotated[str, typer.Option("--as", metavar="REF", help="The branch to commit to; made if it is new.")],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mpfs.ingest import lineage
 from mpfs.ingest.importer import Ingested, ingest
+from mpfs.ingest.remote import RemoteTree
 from mpfs.objects import Commit, Input, ObjectId, Snapshot, Tensor, object_id
 from mpfs.objects.encoding import Json
 from mpfs.objects.progress import Progress
@@ -49,7 +50,7 @@ class ImportReport:
 
 def import_checkpoint(
     store: Store,
-    source: Path,
+    source: Path | RemoteTree,
     ref: str,
     *,
     base: Input | None,
@@ -64,6 +65,9 @@ def import_checkpoint(
 ) -> ImportReport:
     """Import a checkpoint and commit it to a branch; see `Repository.import_checkpoint`."""
     started = clock.monotonic()
+    name, place = source.name, str(source)
+    if isinstance(source, Path):
+        name, place = name or source.resolve().name, str(source.resolve())
     tip = store.refs.branch_tip(ref)
     with store.writer() as writer:
         found = ingest(
@@ -90,10 +94,10 @@ def import_checkpoint(
                 parents=() if tip is None else (tip,),
                 inputs=inputs,
                 plan=None,
-                message=_text(message or f"Import {source.name or source.resolve().name}"),
+                message=_text(message or f"Import {name}"),
                 author=author,
                 time=int(clock.time()),
-                source=_text(str(source.resolve())),
+                source=_text(place),
                 manifest=found.manifest,
             )
             identity = writer.publish(

@@ -6,8 +6,9 @@ The facade inherits it, so that it stays a list of what one can do. Importing it
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpfs.objects import Commit, Input, ObjectId
 from mpfs.objects.progress import Progress
@@ -43,12 +44,14 @@ class Imports:
         verify: bool = False,
         message: str | None = None,
         threads: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> ImportReport:
         """Import a checkpoint and commit it to a branch.
 
         Args:
-            source: a directory in Hugging Face layout, or a .safetensors, .gguf, .npz or torch file.
+            source: a directory in Hugging Face layout, a zip or tar archive of one, or a .safetensors, .gguf, .npz or torch
+                file; or an fsspec URL of either, such as s3://bucket/model or zip://model::https://example.org/x.whl.
             ref: the branch; made if it does not exist.
             base: what it was fine-tuned from, as a revision; kept with the commit. "auto": the model that is nearest, by
                 names, shapes and sketches, if one is near enough. The report's notes say what was found, and whether a
@@ -58,6 +61,7 @@ class Imports:
             verify: read files again that an earlier import has read, and that have not changed since by their time stamps.
             message: the commit's message; default: what was imported.
             threads: worker threads; default: the number of CPUs.
+            storage_options: fsspec's, for a URL.
             progress: told bytes done, of all.
 
         Raises:
@@ -67,10 +71,12 @@ class Imports:
             NoSpaceError: the disk or the map is full.
         """
         from mpfs.ingest.commit import import_checkpoint
+        from mpfs.ingest.remote import is_url, open_source
 
+        name = os.fspath(source)
         return import_checkpoint(
             self._store,
-            Path(source),
+            open_source(name, storage_options) if is_url(name) else Path(name),
             ref,
             base=None if base is None or base == AUTO else Input("base", base, self.resolve(base)),
             find_base=base == AUTO,

@@ -10,11 +10,12 @@ from pathlib import Path
 from mpfs.errors import BadInputError
 from mpfs.formats.messages import is_unicode, show
 from mpfs.ingest import known
+from mpfs.ingest.files import source_files
 from mpfs.ingest.incoming import Incoming
 from mpfs.ingest.lineage import stated_bases
 from mpfs.ingest.look import Choice, Found, look_at
 from mpfs.ingest.pipeline import store_tensors
-from mpfs.ingest.source import source_files
+from mpfs.ingest.remote import RemoteTree
 from mpfs.objects import File, ManifestFile, Snapshot, Tensor, object_id
 from mpfs.objects.progress import Progress
 from mpfs.store import Store, Writer
@@ -44,7 +45,7 @@ class Ingested:
 
 
 def ingest(
-    source: Path,
+    source: Path | RemoteTree,
     writer: Writer,
     block_size: int,
     *,
@@ -57,7 +58,7 @@ def ingest(
     """Read a checkpoint and stage all of it.
 
     Args:
-        source: a directory in Hugging Face layout, or a .safetensors, .gguf, .npz or torch file.
+        source: a directory in Hugging Face layout, an archive of one, or a .safetensors, .gguf, .npz or torch file.
         writer: takes the blocks.
         block_size: bytes of a block.
         key: which state dict of a torch file to take, where it holds several.
@@ -149,11 +150,11 @@ class _Staging:
         return tensors
 
 
-def _refuse_impossible(source: Path, incoming: list[Incoming]) -> None:
+def _refuse_impossible(source: Path | RemoteTree, incoming: list[Incoming]) -> None:
     """Refuse what no snapshot can hold (odd paths, names twice) before anything is stored."""
     for item in incoming:
         if not is_unicode(item.path):
-            raise BadInputError(f"{source.parent}: the file name {show(item.path)} is not valid UTF-8; rename it")
+            raise BadInputError(f"{source}: the file name {show(item.path)} is not valid UTF-8; rename it")
     nothing = iter(lambda: "", None)
     try:
         Snapshot(tuple(item.described(nothing) for item in incoming))

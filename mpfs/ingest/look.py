@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from mpfs.errors import BadInputError, FormatError, NotFoundError
-from mpfs.formats import gguf, huggingface, npz, safetensors, torch_file
+from mpfs.formats import gguf, huggingface, npz, safetensors, sniff, torch_file
 from mpfs.formats.location import Location, opened
 from mpfs.formats.messages import count, listing, show
 from mpfs.formats.quantised import recognise
+from mpfs.ingest.files import SourceFiles
 from mpfs.ingest.incoming import SAFETENSORS, Incoming
 from mpfs.ingest.lineage import parsed
 from mpfs.ingest.pipeline import TensorJob
-from mpfs.ingest.source import ArrayBytes, KnownBytes, MemoryBytes, SourceFile, SourceFiles, TensorBytes
+from mpfs.ingest.remote import ARCHIVE_SUFFIXES, RemoteTree, open_archive
+from mpfs.ingest.source import ArrayBytes, KnownBytes, MemoryBytes, SourceFile, TensorBytes
 from mpfs.objects.dtypes import nbytes
 from mpfs.vfs.layout import INDEX_PATH, SINGLE_PATH, synthesise_files
 
@@ -73,13 +75,18 @@ class _Named:
     file: SourceFile
 
 
-def look_at(source: Path, choice: Choice, files: SourceFiles) -> Found:
+def look_at(source: Path | RemoteTree, choice: Choice, files: SourceFiles) -> Found:
     """Find out what a source is.
 
     Raises:
         NotFoundError: there is nothing at `source`, or nothing under the key.
         BadInputError: it is damaged, unsafe or no checkpoint; the subclasses tell which.
     """
+    if isinstance(source, RemoteTree):
+        location = source.file()
+        if location is not None:
+            return look_at_file(location, choice, files)
+        return look_at_directory(str(source), huggingface.sort_out(str(source), *source.walk()), choice, files)
     try:
         mode = source.stat().st_mode
     except OSError as error:
@@ -90,7 +97,19 @@ def look_at(source: Path, choice: Choice, files: SourceFiles) -> Found:
         return look_at_directory(str(source), huggingface.scan(source), choice, files)
     if not stat.S_ISREG(mode):
         raise BadInputError(f"{source}: neither a directory nor a regular file", file=str(source))
+    if source.name.endswith(ARCHIVE_SUFFIXES) or _is_tar(source):
+        # The archive itself must not change, either.
+        files.add(source)
+        return look_at(open_archive(source), choice, files)
     return look_at_file(source, choice, files)
+
+
+def _is_tar(path: Path) -> bool:
+    """Whether a file is a tar archive by its name and its content: torch's `.pth.tar` is none."""
+    if path.suffix != ".tar":
+        return False
+    with opened(path) as (file, _):
+        return file.read(sniff.HEAD_SIZE)[257:262] == b"ustar"
 
 
 def look_at_file(location: Location, choice: Choice, files: SourceFiles) -> Found:
@@ -231,8 +250,9 @@ def _refuse_changed(file: SourceFile, expected: int, size: int) -> None:
 
 
 def _torch(location: Location, choice: Choice, files: SourceFiles, found: Found, where: str) -> _Named:
-    file = files.add(location)
-    state = torch_file.read_state_dict(files.local(location), choice.key)
+    path = files.local(location)
+    file = files.add(path)
+    state = torch_file.read_state_dict(path, choice.key)
     found.skipped.extend(where + entry for entry in state.skipped)
     jobs = {}
     for name, tensor in _stripped(state.tensors, choice, location, found).items():
@@ -244,8 +264,8 @@ def _torch(location: Location, choice: Choice, files: SourceFiles, found: Found,
 def _npz(location: Location, choice: Choice, files: SourceFiles, found: Found, where: str) -> _Named:
     if choice.key is not None:
         raise BadInputError(f"{location}: --key chooses within torch files; an .npz archive has no state dicts")
-    file = files.add(location)
     path = files.local(location)
+    file = files.add(path)
     arrays = _stripped({array.name: array for array in npz.read_arrays(path)}, choice, location, found)
     return _Named({name: TensorJob(a.dtype, a.shape, ArrayBytes(a, path, file)) for name, a in arrays.items()}, file)
 

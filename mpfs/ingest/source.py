@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
@@ -47,7 +46,8 @@ class SourceFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path: Location = path
+        self._local = path
         self._lock = threading.Lock()
         self._fd: int | None = None
         self._unread = 0
@@ -63,10 +63,10 @@ class SourceFile:
     @property
     def identity(self) -> str:
         """Where the file is, symlinks resolved; what is no Unicode in it as an escape."""
-        return os.path.realpath(self.path).encode("utf-8", "backslashreplace").decode("utf-8")
+        return os.path.realpath(self._local).encode("utf-8", "backslashreplace").decode("utf-8")
 
     @property
-    def stamp(self) -> tuple[int, ...]:
+    def stamp(self) -> tuple[int | str, ...]:
         """What changes with the file: device, inode, size, and times in nanoseconds."""
         return self._stamp
 
@@ -90,8 +90,12 @@ class SourceFile:
 
     def range(self, offset: int, size: int) -> FileBytes:
         """A range that will be read, every byte of it once."""
-        self._unread += size
+        self.announce(size)
         return FileBytes(self, offset, size)
+
+    def announce(self, size: int) -> None:
+        """That many bytes more will be read."""
+        self._unread += size
 
     def read(self, offset: int, size: int) -> bytes:
         """Exactly `size` bytes from `offset`, of a range that was announced.
@@ -115,7 +119,7 @@ class SourceFile:
     def check_unchanged(self) -> None:
         """Raise FormatError if the file was written to or replaced."""
         try:
-            same = _stamp(os.stat(self.path)) == self._stamp
+            same = _stamp(os.stat(self._local)) == self._stamp
         except OSError:
             same = False
         if not same:
@@ -144,7 +148,7 @@ class SourceFile:
         with self._lock:
             if self._fd is None:
                 # Should a pipe be there by now, opening it must not wait for its writer.
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                self._fd = os.open(self._local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 if _stamp(os.fstat(self._fd)) != self._stamp:
                     self._close()
                     raise self._changed()
@@ -325,47 +329,3 @@ class MemoryBytes:
     def read(self, offset: int, size: int) -> memoryview:
         """A view of `size` bytes from `offset`."""
         return self._data[offset : offset + size]
-
-
-class SourceFiles:
-    """The files of an import: closed together, and checked for changes at the end."""
-
-    def __init__(self) -> None:
-        self._files: dict[str, SourceFile] = {}
-
-    def add(self, location: Location) -> SourceFile:
-        """The file at `location`.
-
-        Raises:
-            BadInputError: it cannot be looked at.
-        """
-        file = self._files.get(str(location))
-        if file is None:
-            assert isinstance(location, Path)
-            file = self._files[str(location)] = SourceFile(location)
-        return file
-
-    def local(self, location: Location) -> Path:
-        """A file on this machine with the content of the one at `location`."""
-        assert isinstance(location, Path)
-        return location
-
-    def check_unchanged(self) -> None:
-        """Raise FormatError if any file was written to or replaced since it was added."""
-        for file in self._files.values():
-            file.check_unchanged()
-
-    def close(self) -> None:
-        """Close all that are open."""
-        for file in self._files.values():
-            file.close()
-
-
-@contextmanager
-def source_files() -> Iterator[SourceFiles]:
-    """The files of an import, for the length of the block."""
-    files = SourceFiles()
-    try:
-        yield files
-    finally:
-        files.close()
