@@ -11,6 +11,7 @@ import time as clock
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -113,6 +114,9 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
         if not (directory / "config.json").exists() and inner.is_dir():
             directory = inner
         return cls(Store.open(directory), author)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (partial(Repository.open, author=self._author), (self.path,))
 
     def close(self) -> None:
         """Close it."""

@@ -135,6 +135,10 @@ class Store:
             environment.close()
             raise
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Unpickled, in whatever process, it is opened anew (and shares what is open there).
+        return (Store.open, (self.path,))
+
     def close(self) -> None:
         """Close the repository; once closed, do nothing."""
         if not self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -160,6 +161,16 @@ def test_a_path_may_be_opened_twice(store: Store) -> None:
     other = Store.open(link)
     assert other.environment is store.environment
     other.close()
+
+
+def test_a_pickled_store_is_opened_anew(store: Store) -> None:
+    commit = publish(store, {"w": data(1)})
+    again: Store = pickle.loads(pickle.dumps(store))
+    assert again.environment is store.environment
+    again.close()
+    assert store.refs.get("main").commit == commit
+    assert in_child(write_in_child, store, commit, method="spawn") == 0
+    assert store.refs.get("child").commit != commit
 
 
 def test_opening_and_closing_in_many_threads(store: Store) -> None:
