@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
-from mpfs.errors import IntegrityError
+from mpfs.errors import IntegrityError, RefConflictError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor, block_id, object_id
 from mpfs.objects.ids import BLOCK_ID_SIZE
 from mpfs.objects.progress import Progress
@@ -40,6 +40,12 @@ _KINDS: tuple[type[Commit] | type[Plan] | type[Run] | type[Snapshot] | type[Tens
     Tensor,
 )
 LOST_AND_FOUND = "lost+found"
+
+_LOST: dict[RefKind, str] = {
+    "branch": "fsck: its commit has lost some of its contents",
+    "tag": "fsck: the tag's commit has lost some of its contents",
+}
+"""Why a ref was moved out of the way; a ref whose last move was that goes back when the commit is whole again."""
 
 _T = TypeVar("_T")
 _ObjectT = TypeVar("_ObjectT", Commit, Plan, Run, Snapshot, Tensor)
@@ -258,7 +264,8 @@ class _Repair:
                     if ref.kind == "tag"
                     else _whole_ancestor(commits, ref.commit, logs.get(ref.name, []), contents)
                 )
-                self._move(txn, ref, target, now, "fsck: its commit has lost some of its contents")
+                self._move(txn, ref, target, now, _LOST[ref.kind])
+            self._move_back(txn, {ref.name: ref.commit for ref in refs}, commits, contents, now)
             known = {ref.name for ref in refs}
             for commit in sorted(broken):
                 name = QUARANTINE + commit[:16]
@@ -268,6 +275,27 @@ class _Repair:
                         reason="fsck: " + broken[commit],
                     )  # fmt: skip
                     self.actions.append(f"put commit {commit[:12]} under {name}: {broken[commit]}")
+
+    def _move_back(
+        self,
+        txn: Transaction,
+        refs: dict[str, ObjectId],
+        commits: dict[ObjectId, Commit],
+        contents: set[ObjectId],
+        now: int,
+    ) -> None:
+        """Put refs that an earlier repair moved out of the way where they were, unless somebody has moved them since."""
+        kinds: dict[str, RefKind] = {reason: kind for kind, reason in _LOST.items()}
+        last = {entry.name: entry for entry in self.store.refs.log()}
+        for entry in last.values():
+            whole = entry.old in commits and entry.old not in contents
+            if entry.reason in kinds and whole and refs.get(entry.name) == entry.new and entry.old is not None:
+                with suppress(RefConflictError):  # its name may be in the way of a newer one
+                    set_ref(
+                        txn, entry.name, entry.old, expected=entry.new, kind=kinds[entry.reason], time=now,
+                        author=self.author, reason="fsck: whole again",
+                    )  # fmt: skip
+                    self.actions.append(f"{kinds[entry.reason]} {entry.name} is at {entry.old[:12]} again")
 
     def _move(self, txn: Transaction, ref: Ref, target: ObjectId | None, now: int, reason: str) -> None:
         where = "removed" if target is None else f"moved to {target[:12]}"
