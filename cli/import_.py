@@ -18,7 +18,7 @@ def import_checkpoint(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A directory in Hugging Face layout, a zip or tar archive of one, a .safetensors, .gguf, .npz, .bin, "
+            help="A directory in Hugging Face layout, a zip or tar archive of one, a .safetensors, .gguf, .onnx, .npz, .bin, "
             ".pt or .pth file, or an fsspec URL such as s3://bucket/model.",
         ),
     ],

@@ -110,6 +110,11 @@ class Entry:
     end: int
 
     @property
+    def dtype(self) -> str:
+        """What MPFS stores it as."""
+        return self.type.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensor in the file."""
         return self.end - self.start

@@ -33,7 +33,7 @@ _PRIMARY = ("model", "diffusion_pytorch_model")
 _PRIMARY_TORCH = ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin")
 _TRAINER_FILES = frozenset({"optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "training_args.bin"})
 UNFINISHED_SUFFIXES = (".incomplete", ".part", ".crdownload", ".partial", ".aria2")
-_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".tflite", ".npz", ".ot")
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".tflite", ".npz", ".ot")
 
 
 _SPLIT = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<of>\d{5})\.gguf")
@@ -49,7 +49,7 @@ class WeightFile:
 
     path: str
     location: Location
-    format: Literal["safetensors", "torch", "gguf"]
+    format: Literal["safetensors", "torch", "gguf", "onnx"]
     prefix: str
     header: Header | None = None
     raw_header: bytes = b""
@@ -83,8 +83,8 @@ def scan(path: Path) -> Layout:
       directories `diffusion_pytorch_model.safetensors`). The others have the prefix `FILENAME:`.
     - Torch files are weights only in a directory without safetensors: pytorch_model.bin, or the shards of its
       index, or, in the root, the only *.pt, *.pth, *.bin or *.ckpt file.
-    - GGUF files are weights only in a directory with neither of these: one model, also in splits, has no further prefix;
-      of several each has the prefix `FILENAME:`.
+    - GGUF files are weights only where there are neither of these in the root or below, and ONNX files only where there is no
+      GGUF file either: of one model, also in splits, there is no further prefix; of several each has `FILENAME:`.
     - Everything else is a side file, but for .git, .cache, .mpfs, *.lock and *.incomplete, which are skipped.
 
     Raises:
@@ -109,13 +109,16 @@ def sort_out(root: str, found: Sequence[FoundFile], skipped: Sequence[str]) -> L
     weights: list[WeightFile] = []
     for prefix, files in directories.items():
         by_name = {file.path.removeprefix(prefix): file for file in files}
-        weights.extend(
-            _safetensors_weights(prefix, by_name) or _torch_weights(prefix, by_name) or _gguf_weights(prefix, by_name)
-        )
+        weights.extend(_safetensors_weights(prefix, by_name) or _torch_weights(prefix, by_name))
+    containers: tuple[Literal["gguf"], Literal["onnx"]] = ("gguf", "onnx")
+    for kind in containers:
+        if not weights:
+            for prefix, files in directories.items():
+                weights.extend(_container_weights(prefix, files, kind))
     if not weights:
         other = [file.path for file in found if file.path.endswith(_OTHER_WEIGHTS)]
         raise BadInputError(
-            f"{root}: no weights found; looked for *.safetensors and *.gguf in it and below, for pytorch_model.bin or "
+            f"{root}: no weights found; looked for *.safetensors, *.gguf and *.onnx in it and below, for pytorch_model.bin or "
             f"its shards, and for one torch file (*{', *'.join(TORCH_SUFFIXES)}) in it"
             + (f"; of a directory MPFS does not read {listing(other)}" if other else ""),
             file=root,
@@ -293,30 +296,27 @@ def _refuse_collisions(root: str, weights: Iterable[WeightFile]) -> None:
                 )
 
 
-def _gguf_weights(prefix: str, by_name: Mapping[str, FoundFile]) -> list[WeightFile]:
-    """The GGUF files of a directory: one model (or the splits of one) without a further prefix; else each with its own."""
-    names = [name for name in by_name if name.endswith(GGUF_SUFFIX)]
-    models: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        split = _SPLIT.fullmatch(name)
-        models[split["model"] if split else name].append(name)
+def _container_weights(prefix: str, files: Sequence[FoundFile], kind: Literal["gguf", "onnx"]) -> list[WeightFile]:
+    """The GGUF or ONNX files of a directory: one model (or the splits of one) without a further prefix; else each with
+    its own."""
+    models: dict[str, list[FoundFile]] = defaultdict(list)
+    for file in files:
+        name = file.path.removeprefix(prefix)
+        if name.endswith(f".{kind}"):
+            split = _SPLIT.fullmatch(name)
+            models[split["model"] if split else name].append(file)
     for model, parts in models.items():
-        split = _SPLIT.fullmatch(parts[0])
+        split = _SPLIT.fullmatch(parts[0].path.removeprefix(prefix))
         if split and len(parts) != int(split["of"]):
-            location = by_name[parts[0]].location
+            location = parts[0].location
             raise FormatError(
                 f"{location}: {show(model)} has {split['of']} splits, of which {len(parts)} are here; download the others",
                 file=str(location),
             )
     return [
-        WeightFile(
-            by_name[name].path,
-            by_name[name].location,
-            "gguf",
-            prefix if len(models) == 1 else f"{prefix}{name if model == name else model}:",
-        )
+        WeightFile(part.path, part.location, kind, prefix if len(models) == 1 else f"{prefix}{model}:")
         for model, parts in models.items()
-        for name in parts
+        for part in parts
     ]
 
 

@@ -65,9 +65,6 @@ def import_checkpoint(
 ) -> ImportReport:
     """Import a checkpoint and commit it to a branch; see `Repository.import_checkpoint`."""
     started = clock.monotonic()
-    name, place = source.name, str(source)
-    if isinstance(source, Path):
-        name, place = name or source.resolve().name, str(source.resolve())
     tip = store.refs.branch_tip(ref)
     with store.writer() as writer:
         found = ingest(
@@ -89,6 +86,9 @@ def import_checkpoint(
             writer.flush()
             identity = tip
         else:
+            name, place = source.name, str(source)
+            if isinstance(source, Path):
+                name, place = name or source.resolve().name, str(source.resolve())
             commit = Commit(
                 snapshot=snapshot,
                 parents=() if tip is None else (tip,),

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from mpfs.errors import BadInputError, FormatError, NotFoundError
-from mpfs.formats import gguf, huggingface, npz, safetensors, sniff, torch_file
+from mpfs.formats import gguf, huggingface, npz, onnx, safetensors, sniff, torch_file
 from mpfs.formats.location import Location, opened
 from mpfs.formats.messages import count, listing, show
 from mpfs.formats.quantised import recognise
@@ -28,6 +28,7 @@ from mpfs.vfs.layout import INDEX_PATH, SINGLE_PATH, synthesise_files
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 NPZ_SUFFIX = ".npz"
+ONNX_SUFFIX = ".onnx"
 
 _T = TypeVar("_T")
 
@@ -119,10 +120,12 @@ def look_at_file(location: Location, choice: Choice, files: SourceFiles) -> Foun
     if name.endswith(huggingface.UNFINISHED_SUFFIXES):
         raise FormatError(f"{location}: this is an unfinished download; finish it", file=str(location))
     found.sources[name] = files.add(location)
-    if name.endswith((huggingface.SAFETENSORS_SUFFIX, huggingface.GGUF_SUFFIX)):
+    if name.endswith((huggingface.SAFETENSORS_SUFFIX, huggingface.GGUF_SUFFIX, ONNX_SUFFIX)):
         _refuse_choice(str(location), choice, "this one is kept as it is")
         if name.endswith(huggingface.GGUF_SUFFIX):
             found.incoming.append(_gguf(name, location, "", files, found))
+        elif name.endswith(ONNX_SUFFIX):
+            found.incoming.append(_onnx(name, location, "", files, found))
         else:
             found.incoming.append(_safetensors(name, location, "", files))
     elif name.endswith(TORCH_SUFFIXES) or name.endswith(NPZ_SUFFIX):
@@ -130,7 +133,7 @@ def look_at_file(location: Location, choice: Choice, files: SourceFiles) -> Foun
         found.incoming += _converted({name: read(location, choice, files, found, "")}, "", SINGLE_PATH)
     else:
         raise BadInputError(
-            f"{location}: not a checkpoint that MPFS knows; give a directory, or a .safetensors, .gguf, .npz or torch "
+            f"{location}: not a checkpoint that MPFS knows; give a directory, or a .safetensors, .gguf, .onnx, .npz or torch "
             f"file ({', '.join(TORCH_SUFFIXES)})",
             file=str(location),
         )
@@ -148,6 +151,8 @@ def look_at_directory(source: str, layout: huggingface.Layout, choice: Choice, f
             where = f"{weights.path}: " if weights.prefix else ""
             named = _torch(weights.location, choice, files, found, where)
             by_prefix[weights.prefix][weights.path.removeprefix(weights.prefix)] = named
+        elif weights.format == "onnx":
+            found.incoming.append(_onnx(weights.path, weights.location, weights.prefix, files, found))
         elif weights.format == "gguf":
             found.incoming.append(_gguf(weights.path, weights.location, weights.prefix, files, found))
         else:
@@ -226,22 +231,39 @@ def _gguf(path: str, location: Location, prefix: str, files: SourceFiles, found:
             "are, and cannot be merged"
         )
     _refuse_changed(file, header.file_size, file.size)
-    return Incoming(path, KnownBytes(file, raw), "gguf", prefix, tuple(_gguf_parts(header, file)), file)
+    return Incoming(
+        path, KnownBytes(file, raw), "gguf", prefix, tuple(_with_gaps(header.entries, header.size, file)), file
+    )
 
 
-def _gguf_parts(header: gguf.Header, file: SourceFile) -> Iterator[tuple[str | None, TensorJob]]:
-    """The tensors, with the padding before and after them."""
-    at = header.size
+def _onnx(path: str, location: Location, prefix: str, files: SourceFiles, found: Found) -> Incoming:
+    file = files.add(location)
+    model = onnx.read_model(location)
+    _refuse_changed(file, model.file_size, file.size)
+    if model.left:
+        found.notes.append(
+            f"{path}: {count(len(model.left), 'initialiser')} kept as bytes of the file, not as tensors (data in other files, "
+            f"or not a run of numbers): {listing(model.left)}"
+        )
+    entries = sorted(model.entries, key=lambda entry: (entry.start, entry.end))
+    first = entries[0].start
+    return Incoming(path, file.range(0, first), "onnx", prefix, tuple(_with_gaps(entries, first, file)), file)
 
-    def padding(end: int) -> Iterator[tuple[None, TensorJob]]:
+
+def _with_gaps(
+    entries: Sequence[gguf.Entry | onnx.Entry], at: int, file: SourceFile
+) -> Iterator[tuple[str | None, TensorJob]]:
+    """The tensors of a file from a byte of it on, with what is between, before and after them."""
+
+    def gap(end: int) -> Iterator[tuple[None, TensorJob]]:
         if end > at:
             yield None, TensorJob("U8", (end - at,), file.range(at, end - at))
 
-    for entry in header.entries:
-        yield from padding(entry.start)
-        yield entry.name, TensorJob(entry.type.dtype, entry.shape, file.range(entry.start, entry.nbytes))
+    for entry in entries:
+        yield from gap(entry.start)
+        yield entry.name, TensorJob(entry.dtype, entry.shape, file.range(entry.start, entry.nbytes))
         at = entry.end
-    yield from padding(file.size)
+    yield from gap(file.size)
 
 
 def _refuse_changed(file: SourceFile, expected: int, size: int) -> None:

@@ -49,7 +49,11 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def shard(seed: int, tensors: int = 4, size: int = 10_000) -> bytes:
     rng = np.random.default_rng(seed)
     return safetensors_bytes(
-        [TensorContent(f"t{seed}.{n}", "F32", (size,), rng.bytes(4 * size)) for n in range(tensors)], {"format": "pt"}
+        [
+            TensorContent(f"t{seed}.{n}", "F32", (size,), rng.standard_normal(size, np.float32).tobytes())
+            for n in range(tensors)
+        ],
+        {"format": "pt"},
     )
 
 
