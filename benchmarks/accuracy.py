@@ -99,9 +99,11 @@ def main(arguments: list[str]) -> None:
 def _fit(network: Network, x: torch.Tensor, y: torch.Tensor, epochs: int, rate: float) -> None:
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
     for _ in range(epochs):
-        for batch in torch.randperm(len(x)).split(64):
+        order = torch.randperm(len(x))
+        for start in range(0, len(x), 64):
+            batch = order[start : start + 64]
             optimizer.zero_grad()
-            nn.functional.cross_entropy(network(x[batch]), y[batch]).backward()
+            torch.autograd.backward(nn.functional.cross_entropy(network(x[batch]), y[batch]))
             optimizer.step()
 
 
