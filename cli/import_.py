@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,14 @@ def import_checkpoint(
             "--base",
             metavar="REF",
             help="What it was fine-tuned from; kept with the commit. 'auto': the nearest model.",
+        ),
+    ] = None,
+    delta_of: Annotated[
+        str | None,
+        typer.Option(
+            "--delta-of",
+            metavar="REF",
+            help="SOURCE holds differences to this model: commit the sum, and keep the differences at deltas/REF.",
         ),
     ] = None,
     key: Annotated[
@@ -60,18 +68,21 @@ def import_checkpoint(
     """
     session = Session.of(ctx)
     out = session.output(as_json)
+    if delta_of is not None and base is not None:
+        raise typer.BadParameter("--base and --delta-of exclude each other: the latter is the base")
     with session.open() as repository, out.progress(f"import {ref}", "bytes") as progress:
-        report = repository.import_checkpoint(
-            source,
-            ref,
-            base=base,
-            key=key,
-            strip_prefix=strip_prefix,
-            verify=verify,
-            message=message,
-            threads=threads,
-            progress=progress,
-        )
+        options: dict[str, Any] = {
+            "key": key,
+            "strip_prefix": strip_prefix,
+            "verify": verify,
+            "message": message,
+            "threads": threads,
+            "progress": progress,
+        }
+        if delta_of is not None:
+            report = repository.import_delta(source, ref, delta_of=delta_of, **options)
+        else:
+            report = repository.import_checkpoint(source, ref, base=base, **options)
     if report.skipped:
         out.note(f"left out, being no part of a model: {', '.join(report.skipped)}")
     for note in report.notes:

@@ -89,6 +89,29 @@ class Imports:
             progress=progress,
         )
 
+    def import_delta(self, source: str | os.PathLike[str], ref: str, *, delta_of: str, **options: Any) -> ImportReport:
+        """Import a checkpoint that holds the differences to a model, tensor by tensor, and commit the sum to a branch.
+
+        The sum is computed in float32 (float64 where either is) and rounded to the model's dtypes. The differences
+        themselves are kept on the branch `deltas/REF`.
+
+        Args:
+            source: as for `import_checkpoint`.
+            ref: the branch of the sum; made if it does not exist.
+            delta_of: the model that they are differences to, as a revision.
+            options: of `import_checkpoint`, but `base`.
+
+        Raises:
+            As `import_checkpoint`; and
+            MismatchError: there are tensors that the model has not, or of other shapes.
+        """
+        from mpfs.ingest.delta import DELTAS, add_delta
+
+        base = self.resolve(delta_of)
+        self._store.refs.branch_tip(ref)
+        report = self.import_checkpoint(source, f"{DELTAS}{ref}", **options)
+        return add_delta(self._store, report, ref, delta_of, base, self._author)
+
     def verify(
         self, revision: str, source: str | os.PathLike[str], *, progress: Progress | None = None
     ) -> VerifyReport:
