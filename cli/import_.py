@@ -19,7 +19,7 @@ def import_checkpoint(
         typer.Argument(
             metavar="SOURCE",
             help="A directory in Hugging Face layout, a zip or tar archive of one, a .safetensors, .gguf, .onnx, .npz, .bin, "
-            ".pt or .pth file, or an fsspec URL such as s3://bucket/model.",
+            ".pt or .pth file, an fsspec URL such as s3://bucket/model, or org/name[@revision] on the hub.",
         ),
     ],
     ref: Annotated[str, typer.Option("--as", metavar="REF", help="The branch to commit to; made if it is new.")],

@@ -51,7 +51,8 @@ class Imports:
 
         Args:
             source: a directory in Hugging Face layout, a zip or tar archive of one, or a .safetensors, .gguf, .npz or torch
-                file; or an fsspec URL of either, such as s3://bucket/model or zip://model::https://example.org/x.whl.
+                file; or an fsspec URL of either, such as s3://bucket/model or zip://model::https://example.org/x.whl; or a model
+                on the Hugging Face hub, as org/name or org/name@revision.
             ref: the branch; made if it does not exist.
             base: what it was fine-tuned from, as a revision; kept with the commit. "auto": the model that is nearest, by
                 names, shapes and sketches, if one is near enough. The report's notes say what was found, and whether a
@@ -71,12 +72,11 @@ class Imports:
             NoSpaceError: the disk or the map is full.
         """
         from mpfs.ingest.commit import import_checkpoint
-        from mpfs.ingest.remote import is_url, open_source
+        from mpfs.ingest.remote import open_source
 
-        name = os.fspath(source)
         return import_checkpoint(
             self._store,
-            open_source(name, storage_options) if is_url(name) else Path(name),
+            open_source(source, storage_options) if isinstance(source, str) else Path(source),
             ref,
             base=None if base is None or base == AUTO else Input("base", base, self.resolve(base)),
             find_base=base == AUTO,

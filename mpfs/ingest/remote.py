@@ -27,7 +27,7 @@ from mpfs.ingest.source import SourceFile
 
 ARCHIVE_SUFFIXES = (".zip", ".whl", ".tgz", ".tar.gz")
 _CHUNK = 4 << 20
-_TAGS = ("ETag", "etag", "checksum", "sha256", "md5")
+_TAGS = ("ETag", "etag", "blob_id", "checksum", "sha256", "md5")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created", "CRC", "date_time")
 
 
@@ -37,11 +37,17 @@ def is_url(source: str) -> bool:
 
 
 def open_source(source: str, options: Mapping[str, Any] | None = None) -> Path | RemoteTree:
-    """What a URL leads to: a path where it is one of this machine's.
+    """What a path, URL or hub id leads to: a path where it is one of this machine's.
 
     Raises:
         BadInputError: fsspec does not know the protocol, or lacks what it needs for it.
     """
+    from mpfs.ingest.hub import is_hub_model, open_model
+
+    if is_hub_model(source):
+        return open_model(source, options)
+    if not is_url(source):
+        return Path(source)
     with _our_errors(_shown(source)):
         system, root = fsspec.core.url_to_fs(source, **dict(options or {}))
     if isinstance(system, LocalFileSystem):
@@ -65,13 +71,15 @@ def open_archive(path: Path) -> RemoteTree:
             if len(inside) != 1 or inside[0]["type"] != "directory":
                 break
             root = inside[0]["name"].rstrip("/")
-    return RemoteTree(system, root, str(path))
+    return RemoteTree(system, root, str(path), pinned=True)
 
 
 class RemoteTree:
-    """A place that fsspec reads: a file, or what is below a directory."""
+    """A place that fsspec reads: a file, or what is below a directory. What is `pinned` cannot change: a commit of the hub,
+    or the inside of an archive, which is watched itself."""
 
-    def __init__(self, system: Any, root: str, shown: str) -> None:
+    def __init__(self, system: Any, root: str, shown: str, *, pinned: bool = False) -> None:
+        self._pinned = pinned
         self._system = system
         self._root = root
         self._shown = shown
@@ -96,7 +104,7 @@ class RemoteTree:
             # A plain HTTP server has only pages: one that lists others is a directory.
             if info["type"] == "directory" or (info.get("size") is None and self._system.isdir(self._root)):
                 return None
-        return RemoteFile(self._system, self._root, self._shown, info, self._lock)
+        return RemoteFile(self._system, self._root, self._shown, info, self._lock, self._pinned)
 
     def walk(self) -> tuple[list[FoundFile], list[str]]:
         """As `mpfs.formats.tree.walk`."""
@@ -111,7 +119,9 @@ class RemoteTree:
             if not SKIPPED_NAMES.isdisjoint(parts) or path.endswith(SKIPPED_SUFFIXES):
                 skipped.append(path)
             else:
-                location = RemoteFile(self._system, place, f"{self._shown}/{path}", found[place], self._lock)
+                location = RemoteFile(
+                    self._system, place, f"{self._shown}/{path}", found[place], self._lock, self._pinned
+                )
                 files.append(FoundFile(path, location))
         if not files and not skipped:
             raise NotFoundError(f"{self._shown}: there is nothing", file=self._shown)
@@ -121,7 +131,10 @@ class RemoteTree:
 class RemoteFile:
     """A file that fsspec reads; see `mpfs.formats.location.RemoteLocation`."""
 
-    def __init__(self, system: Any, place: str, shown: str, info: Mapping[str, Any], lock: threading.Lock) -> None:
+    def __init__(
+        self, system: Any, place: str, shown: str, info: Mapping[str, Any], lock: threading.Lock, pinned: bool
+    ) -> None:
+        self._pinned = pinned
         self._system = system
         self._place = place
         self._shown = shown
@@ -159,6 +172,8 @@ class RemoteFile:
 
     def is_unchanged(self) -> bool:
         """Whether size, tag and times are as they were, as far as the place tells."""
+        if self._pinned:
+            return True
         with _our_errors(self._shown):
             self._system.invalidate_cache()
             now = _version(self._system.info(self._place))

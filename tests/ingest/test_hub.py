@@ -1,0 +1,147 @@
+"""Models of the hub, from a small server that speaks its API: no hub can be reached here."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from ingest_cases import digests, directory_digests, new_repository, refused
+
+from mpfs.errors import BadInputError, NotFoundError
+from mpfs.ingest.hub import is_hub_model
+from mpfs.objects import Commit
+from mpfs.repository import Repository
+from mpfs.testing.checkpoints import TensorContent, safetensors_bytes
+
+pytest.importorskip("huggingface_hub")
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "model.safetensors": safetensors_bytes([TensorContent("w", "F32", (5000,), bytes(range(200)) * 100)]),
+    "config.json": b'{"a": 1}',
+    "1_Pooling/config.json": b"{}",
+    "README.md": b"---\nbase_model: org/base\n---\n",
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """One model, `org/name`, with the revisions main, v1 and its commit."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        api = path.removeprefix("/api/models/org/name")
+        if path in ("/api/models/org/name", *(f"/api/models/org/name/revision/{r}" for r in ("main", "v1", COMMIT))):
+            self.answer({"id": "org/name", "modelId": "org/name", "sha": COMMIT, "siblings": [], "private": False})
+        elif api.startswith(f"/tree/{COMMIT}"):
+            inside = api.removeprefix(f"/tree/{COMMIT}").strip("/")
+            self.answer(self.tree(inside, "recursive=true" in self.path.lower()))
+        elif path.startswith(f"/org/name/resolve/{COMMIT}/"):
+            self.content(FILES[path.removeprefix(f"/org/name/resolve/{COMMIT}/")])
+        else:
+            self.answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        paths = [path for path in FILES if path in unquote(body)]
+        self.answer([self.entry(path) for path in paths])
+
+    def tree(self, inside: str, recursive: bool) -> list[dict[str, Any]]:
+        below = [path for path in FILES if not inside or path.startswith(f"{inside}/")]
+        start = len(inside) + 1 if inside else 0
+        entries = [self.entry(path) for path in below if recursive or "/" not in path[start:]]
+        folders = sorted({path.rpartition("/")[0] for path in below if "/" in path[start:]})
+        return entries + [{"type": "directory", "oid": "0" * 40, "size": 0, "path": folder} for folder in folders]
+
+    def entry(self, path: str) -> dict[str, Any]:
+        return {"type": "file", "oid": f"{len(path):040d}", "size": len(FILES[path]), "path": path}
+
+    def content(self, data: bytes) -> None:
+        asked = self.headers.get("Range")
+        first, _, last = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+        piece = data[int(first) : int(last) + 1 if last else len(data)]
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(piece) - 1}/{len(data)}")
+        self.send_header("ETag", '"0123"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.finish_with(piece)
+
+    def answer(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        for name, text in (headers or {}).items():
+            self.send_header(name, text)
+        self.finish_with(json.dumps(value).encode())
+
+    def finish_with(self, data: bytes) -> None:
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[dict[str, str | bool]]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield {"endpoint": f"http://127.0.0.1:{running.server_address[1]}", "token": False}
+        running.shutdown()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+    monkeypatch.chdir(tmp_path)
+    with new_repository(tmp_path / "repo") as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "source", ["org/name", "org/name@v1", f"org/name@{COMMIT}", "hf://org/name", "hf://org/name@v1"]
+)
+def test_a_model(repository: Repository, tmp_path: Path, hub: dict[str, Any], source: str) -> None:
+    report = repository.import_checkpoint(source, "main", storage_options=hub)
+    assert report.stated_bases == ("org/base",)
+    commit = repository._store.objects.get(Commit, report.commit)
+    assert commit.source == f"hf://org/name@{COMMIT}"
+    assert {item.path: item.sha256 for item in commit.manifest} == digests(FILES)
+    repository.checkout("main", tmp_path / "out")
+    assert directory_digests(tmp_path / "out") == digests(FILES)
+
+
+def test_one_file(repository: Repository, hub: dict[str, Any]) -> None:
+    repository.import_checkpoint("hf://org/name@v1/model.safetensors", "main", storage_options=hub)
+    assert list(repository.tensors("main")) == ["w"]
+
+
+def test_what_is_not_there(repository: Repository, hub: dict[str, Any]) -> None:
+    with refused(repository, NotFoundError, match=r"no such path, and the hub shows us no such model .*HTTP 404"):
+        repository.import_checkpoint("org/other", "main", storage_options=hub)
+    with refused(repository, NotFoundError, match="HTTP 404"):
+        repository.import_checkpoint("org/name@v9", "main", storage_options=hub)
+    with refused(repository, BadInputError, match="not a model's id"):
+        repository.import_checkpoint("hf://name", "main", storage_options=hub)
+    gone = {"endpoint": "http://127.0.0.1:9", "token": False}
+    with refused(repository, BadInputError, match="the hub cannot be reached"):
+        repository.import_checkpoint("org/name", "main", storage_options=gone)
+
+
+def test_paths_are_no_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for path in ("models/none", "name", "./org/name", "/org/name", "a/b/c", "org/name/model.safetensors", "../a/b", ""):
+        assert not is_hub_model(path)
+    assert is_hub_model("org/name")
+    assert is_hub_model("Qwen/Qwen3-0.6B@main")
