@@ -16,6 +16,8 @@ from .sizes import format_size
 if TYPE_CHECKING:
     from mpfs.history import Explanation, Insight
 
+_ID_LENGTH = 64
+
 
 def explain(
     ctx: typer.Context,
@@ -43,7 +45,9 @@ def explain(
         explanation = repository.explain(target)
         insight = None if html is None else repository.insight(target)
     if html is not None and insight is not None:
-        _write_page(html, explanation, insight, target)
+        # Nobody reads a whole id in a heading.
+        title = target[:12] if len(target) == _ID_LENGTH and target.isalnum() else target
+        _write_page(html, explanation, insight, title)
     if as_json:
         document = explanation.as_json()
         if insight is not None:

@@ -18,7 +18,7 @@ _STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:1180px;margin:0 auto;padding:32px 24px 64px}
-h1{font-size:26px;margin:0 0 2px;letter-spacing:-.01em}h2{font-size:18px;margin:40px 0 4px}
+h1{font-size:26px;margin:0 0 2px;letter-spacing:-.01em;overflow-wrap:anywhere}h2{font-size:18px;margin:40px 0 4px}
 p{margin:4px 0 14px;color:var(--soft);max-width:78ch}p.lead{margin-bottom:20px}
 code{font:13px ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 .facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(168px,1fr));gap:12px;margin:0}
