@@ -152,8 +152,8 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
         """Compile a recipe: decide what a merge will read, compute and keep, without running it.
 
         Args:
-            recipe: a YAML file in mergekit's grammar, or the same as a mapping. Its models are refs, commit ids or
-                paths; a path is imported first, to the branch `imported/NAME`.
+            recipe: a YAML file in mergekit's grammar, or the same as a mapping. Its models are refs, commit ids, paths
+                or URLs (what is not here is imported first, to the branch `imported/NAME`), with `+ADAPTER` or not.
             budget: what may be read of the experts; None: everything.
             policy: how blocks are chosen under a budget.
             seed: for methods and policies that draw random numbers.
@@ -548,8 +548,8 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             author=self._author,
         )
 
-    def _bring_in(self, path: Path) -> ObjectId:
-        return self.import_checkpoint(path, _imported_ref(path)).commit
+    def _bring_in(self, source: str | Path) -> ObjectId:
+        return self.import_checkpoint(source, _imported_ref(Path(source))).commit
 
     def _plans_starting_with(self, prefix: str) -> list[ObjectId]:
         if len(prefix) < 4 or any(digit not in "0123456789abcdef" for digit in prefix):

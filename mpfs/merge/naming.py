@@ -1,4 +1,4 @@
-"""From a recipe's words for a model to a commit: refs, commits, paths, each with `@revision` and `+adapter`."""
+"""From a recipe's words for a model to a commit: refs, commits, paths, URLs, with `@revision` and `+adapter`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mpfs.store import Store
 class ModelFinder:
     """Finds the models of a recipe in a store.
 
-    `resolve` gives the commit of a revision; `bring_in` imports a path; `folder` is where paths may start from, besides
+    `resolve` gives the commit of a revision; `bring_in` imports a path or URL; `folder` is where paths may start from, besides
     the working directory.
     """
 
     store: Store
     author: str
     resolve: Callable[[str], ObjectId]
-    bring_in: Callable[[Path], ObjectId]
+    bring_in: Callable[[str | Path], ObjectId]
     folder: Path | None
 
     def commit(self, name: str) -> ObjectId:
@@ -47,6 +47,8 @@ class ModelFinder:
         try:
             return self.resolve(name)
         except NotFoundError as error:
+            if "://" in name:
+                return self.bring_in(name)
             paths = [Path(name)] if self.folder is None else [Path(name), self.folder / name]
             for path in paths:
                 if path.exists():

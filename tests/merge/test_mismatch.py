@@ -141,3 +141,16 @@ def test_quantised_weights(lab: Lab) -> None:
         lab.merge(recipe("task_arithmetic", 1))
     lab.merge(recipe("task_arithmetic", 1), on_mismatch="base")
     assert lab.load()["model.layers.0.q.weight_scale"].item() == 1.0
+
+
+def test_tensors_outside_the_language_model_are_merged(lab: Lab) -> None:
+    """Case M9: what mergekit's templates do not know is merged like all else; integers are carried over."""
+    for seed, name in enumerate(("base", "e0")):
+        values = llama(64, seed)
+        values["visual.x"] = torch.full((40,), float(seed))
+        values["visual.ids"] = torch.arange(12)
+        add(lab, name, values)
+    report = lab.merge(recipe("task_arithmetic", 1, weights=[0.25]))
+    assert set(lab.load()["visual.x"].tolist()) == {0.25}
+    assert torch.equal(lab.load()["visual.ids"], torch.arange(12))
+    assert any("visual.ids (I64)" in note for note in report.notes)

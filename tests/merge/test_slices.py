@@ -13,6 +13,7 @@ from merge_cases import Lab, Tensors, config, problems_of
 from mpfs.errors import MismatchError, RecipeError
 from mpfs.merge.recipe import parse_recipe, recipe_from_mapping
 from mpfs.merge.recipe.model import Recipe
+from mpfs.objects import Budget
 
 pytest_plugins = ["merge_fixtures"]
 
@@ -317,6 +318,31 @@ def test_a_revision_in_the_history_of_a_model(lab: Lab) -> None:
     assert torch.equal(lab.load()[name], first[name])
     with pytest.raises(Exception, match="is not in the history of b"):
         lab.merge({"merge_method": "passthrough", "models": [{"model": f"b@{commit[:10]}"}]})
+
+
+def test_a_url_is_imported(lab: Lab) -> None:
+    tensors = add(lab, "a", 1, 1)
+    url = (lab.root / "sources" / "a").as_uri()
+    lab.merge({"merge_method": "passthrough", "models": [{"model": url}]})
+    assert set(lab.load()) == set(tensors)
+    assert lab.repository.resolve("imported/a")
+
+
+def test_fidelity_of_slices_under_a_budget(lab: Lab) -> None:
+    """The full merge that a budgeted one is measured against is made from the plan's recipe."""
+    for seed, name in enumerate(("base", "a", "b")):
+        add(lab, name, 3, seed)
+    sources = [{"model": name, "layer_range": [0, 3]} for name in ("base", "a", "b")]
+    asked = {
+        "merge_method": "task_arithmetic",
+        "base_model": "base",
+        "slices": [{"sources": sources}],
+        "parameters": {"weight": [0.2, 0.9]},
+    }
+    report = lab.merge(asked, budget=Budget("percent", 60), verify_fidelity=True)
+    assert report.figures.fidelity is not None
+    assert 0 < report.figures.fidelity < 1
+    assert report.figures.expert_bytes_read <= 0.6 * report.figures.expert_bytes_full
 
 
 def test_missing_values_are_told_with_the_tensor(lab: Lab) -> None:
