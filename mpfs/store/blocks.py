@@ -58,6 +58,18 @@ def stats_key(block: BlockId, dtype: str, first_element: int) -> bytes:
     return block + bytes([CODES[dtype]]) + first_element.to_bytes(8, "big")
 
 
+def read_ahead(environment: Environment, blocks: Sequence[BlockId]) -> None:
+    """Ask the disk for blocks, as far as their places are known. Never fails for a bad hint."""
+    with environment.read() as txn:
+        for block in blocks:
+            record = txn.get("block_info", block)
+            if record is not None:
+                with suppress(ValueError, OSError, OverflowError):
+                    info = BlockInfo.unpack(record)
+                    if info.offset is not None:
+                        environment.prefetch(info.offset, info.stored_size)
+
+
 class BlockReader:
     """Reads blocks by id and verifies each against its id."""
 
@@ -83,14 +95,7 @@ class BlockReader:
 
     def prefetch(self, blocks: Sequence[BlockId]) -> None:
         """Start reading these blocks from the disk, as far as their places are known. Never fails for a bad hint."""
-        with self._environment.read() as txn:
-            for block in blocks:
-                record = txn.get("block_info", block)
-                if record is not None:
-                    with suppress(ValueError, OSError, OverflowError):
-                        info = BlockInfo.unpack(record)
-                        if info.offset is not None:
-                            self._environment.prefetch(info.offset, info.stored_size)
+        read_ahead(self._environment, blocks)
 
     def info(self, block: BlockId) -> BlockInfo | None:
         """What is known of a block, None if it is not there."""

@@ -16,7 +16,7 @@ from types import TracebackType
 from mpfs.errors import IntegrityError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
 from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
-from mpfs.store.blocks import RAW, BlockInfo, BlockReader, stats_key
+from mpfs.store.blocks import RAW, BlockInfo, read_ahead, stats_key
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.objects import put_object
 from mpfs.store.refs import RefKind, set_ref
@@ -200,7 +200,7 @@ class Writer:
         figures = WriteFigures()
         placed: list[BlockId] = []
         # A block that is there already will be compared, page by page; if it is not in memory, all are read at once.
-        BlockReader(self._environment).prefetch([staged.block for staged in batch.blocks])
+        read_ahead(self._environment, [staged.block for staged in batch.blocks])
         with self._environment.write(needed=batch.nbytes) as txn:
             self._place(txn)
             for staged in batch.blocks:
