@@ -24,10 +24,12 @@ from mpfs.testing.containers import (
     GGUF_Q4_K,
     NPZ_DAMAGES,
     GGUFTensor,
+    TorchContent,
     gguf_bytes,
     gguf_files,
     npz_arrays,
     npz_bytes,
+    torch_files,
 )
 
 numbers = itertools.count()
@@ -169,6 +171,22 @@ def test_any_npz_archive(
         native = array.astype(array.dtype.newbyteorder("="))
         assert loaded[name].shape == native.shape
         assert loaded[name].numpy().tobytes() == native.tobytes("C")
+    shutil.rmtree(folder)
+
+
+@settings(max_examples=40)
+@given(content=torch_files())
+def test_any_torch_file(shared: Repository, tmp_path_factory: pytest.TempPathFactory, content: TorchContent) -> None:
+    folder = tmp_path_factory.mktemp("x")
+    write(folder, {"m.pt": content.data})
+    report = shared.import_checkpoint(folder / "m.pt", f"torch/{next(numbers)}", key=content.key)
+    loaded = shared.load(report.commit)
+    assert sorted(loaded) == sorted(content.state)
+    for name, tensor in content.state.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(
+            loaded[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+        )
     shutil.rmtree(folder)
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import tarfile
 import threading
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -181,6 +182,32 @@ def test_http(repository: Repository, tmp_path: Path, server: str) -> None:
         repository.import_checkpoint(f"{server}/page.safetensors", "main")
     with refused(repository, NotFoundError, match="there is nothing"):
         repository.import_checkpoint(f"{server}/none.safetensors", "main")
+
+
+def test_s3(repository: Repository, tmp_path: Path) -> None:
+    """Ranges are asked for by the workers at the same time."""
+    pytest.importorskip("s3fs", reason="NOT TESTED AGAINST S3: needs the extra s3 (s3fs)")
+    server_module = pytest.importorskip("moto.server", reason="NOT TESTED AGAINST S3: needs moto[server]")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        options = {"key": "test", "secret": "test", "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
+        bucket = f"models-{uuid.uuid4()}"
+        system = fsspec.filesystem("s3", **options)
+        system.mkdir(bucket)
+        for path, content in KEPT.items():
+            system.pipe(f"{bucket}/team/m/{path}", content)
+        first = repository.import_checkpoint(f"s3://{bucket}/team/m", "main", storage_options=options)
+        repository.checkout("main", tmp_path / "out")
+        assert directory_digests(tmp_path / "out") == digests(KEPT)
+        # By their ETags the files are known again.
+        again = repository.import_checkpoint(f"s3://{bucket}/team/m", "again", storage_options=options)
+        assert (again.snapshot, again.known_bytes) == (first.snapshot, first.bytes)
+        with refused(repository, NotFoundError):
+            repository.import_checkpoint(f"s3://{bucket}/none", "other", storage_options=options)
+    finally:
+        server.stop()
 
 
 def test_torch_and_npz_files(repository: Repository, tmp_path: Path) -> None:
