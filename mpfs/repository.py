@@ -45,7 +45,7 @@ from mpfs.vfs.contents import Contents
 
 if TYPE_CHECKING:
     from mpfs.merge.analyze import AnalysisReport
-    from mpfs.merge.recipe import Recipe
+    from mpfs.merge.naming import ModelFinder
 
 PolicyName: TypeAlias = Literal["energy", "layerwise", "uniform", "random"]
 MismatchPolicy: TypeAlias = Literal["error", "crop", "base"]
@@ -167,14 +167,17 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             BudgetInfeasibleError: the method must read more than the budget allows.
             NotFoundError: a model is neither a ref, a commit nor a path.
         """
-        documents, folder = _recipes(recipe)
+        from mpfs.merge.documents import plan_document, read_documents
+
+        documents, folder = read_documents(recipe)
         if len(documents) > 1:
             raise RecipeError(
                 f"{recipe}: it holds {len(documents)} documents, and later ones need the results of earlier ones: merge "
                 "them, or plan them one by one",
                 problems=[],
             )
-        plan = self._plan(documents[0], folder, budget or Budget(), policy, seed, on_mismatch)
+        finder = self._finder(folder)
+        plan = plan_document(documents[0], finder, budget or Budget(), policy, seed, on_mismatch)
         if save:
             self._store.put_plan(plan)
         return PlanReport(object_id(plan.encode()), plan, self._seconds(plan))
@@ -250,16 +253,17 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             NoSpaceError: the disk or the map is full; nothing is published.
         """
         from mpfs.merge.commit import MergeOptions, check_foreign_plan, run_plan
-        from mpfs.merge.documents import branches_of
+        from mpfs.merge.documents import branches_of, plan_document, read_documents
 
         options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite)
         if isinstance(recipe, Plan):
             check_foreign_plan(self._store, recipe)
             return run_plan(self._store, recipe, into, message=message, author=self._author, options=options)
         notes: list[str] = []
-        documents, folder = _recipes(recipe)
+        documents, folder = read_documents(recipe)
+        finder = self._finder(folder)
         for branch, document in branches_of(documents, into, self._store):
-            plan = self._plan(document, folder, budget or Budget(), policy, seed, on_mismatch)
+            plan = plan_document(document, finder, budget or Budget(), policy, seed, on_mismatch)
             report = run_plan(self._store, plan, branch, message=message, author=self._author, options=options)
             notes += [f"document {branch}: committed to the branch {branch} as {report.commit[:12]}"] * (branch != into)
         return replace(report, notes=(*notes, *report.notes))
@@ -524,32 +528,15 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             name, commit, expected=expected, kind=kind, time=int(clock.time()), author=self._author, reason=reason
         )
 
-    def _plan(
-        self,
-        recipe: Recipe,
-        folder: Path | None,
-        budget: Budget,
-        policy: PolicyName,
-        seed: int,
-        on_mismatch: MismatchPolicy,
-    ) -> Plan:
-        from mpfs.merge.commit import load_model, make_plan
+    def _finder(self, folder: Path | None) -> ModelFinder:
         from mpfs.merge.naming import ModelFinder
 
-        finder = ModelFinder(self._store, self._author, self.resolve, self._bring_in, folder)
-        return make_plan(
-            self._store,
-            recipe,
-            [load_model(self._store, name, finder.commit(name)) for name in recipe.model_names],
-            budget=budget,
-            policy=policy,
-            seed=seed,
-            on_mismatch=on_mismatch,
-            author=self._author,
-        )
+        return ModelFinder(self._store, self._author, self.resolve, self._bring_in, folder)
 
     def _bring_in(self, source: str | Path) -> ObjectId:
-        return self.import_checkpoint(source, _imported_ref(Path(source))).commit
+        from mpfs.merge.naming import imported_ref
+
+        return self.import_checkpoint(source, imported_ref(Path(source))).commit
 
     def _plans_starting_with(self, prefix: str) -> list[ObjectId]:
         if len(prefix) < 4 or any(digit not in "0123456789abcdef" for digit in prefix):
@@ -573,21 +560,6 @@ def _stats_of(data: memoryview, dtype: str, first_element: int) -> bytes:
     from mpfs.stats import block_stats
 
     return block_stats(data, dtype, first_element).tobytes()
-
-
-def _recipes(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[tuple[Recipe, ...], Path | None]:
-    """The documents of a recipe, and the folder that its paths may start from."""
-    from mpfs.merge.recipe import load_recipes, recipe_from_mapping
-
-    if isinstance(recipe, Mapping):
-        return (recipe_from_mapping(recipe),), None
-    return load_recipes(Path(recipe)), Path(recipe).parent
-
-
-def _imported_ref(path: Path) -> str:
-    stem = path.resolve().name
-    clean = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in stem)
-    return "imported/" + (clean.strip(".-").replace("..", "-") or "model")
 
 
 def _login_name() -> str:

@@ -1,13 +1,48 @@
-"""Recipes of several documents: which branch each is merged to."""
+"""The documents of a recipe: reading them, planning each, and which branch each is merged to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from mpfs.errors import NotFoundError, RecipeError
-from mpfs.merge.recipe import Recipe
-from mpfs.objects import Commit
+from mpfs.merge.commit import load_model, make_plan
+from mpfs.merge.inputs import OnMismatch
+from mpfs.merge.naming import ModelFinder
+from mpfs.merge.planner import Policy
+from mpfs.merge.recipe import Recipe, load_recipes, recipe_from_mapping
+from mpfs.objects import Budget, Commit, Plan
 from mpfs.store import Store
+
+
+def read_documents(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[tuple[Recipe, ...], Path | None]:
+    """The documents of a recipe (one, if it is a mapping), and the folder that its paths may start from.
+
+    Raises:
+        NotFoundError: there is no such file.
+        RecipeError: it has mistakes.
+    """
+    if isinstance(recipe, Mapping):
+        return (recipe_from_mapping(recipe),), None
+    return load_recipes(Path(recipe)), Path(recipe).parent
+
+
+def plan_document(
+    recipe: Recipe, finder: ModelFinder, budget: Budget, policy: Policy, seed: int, on_mismatch: OnMismatch
+) -> Plan:
+    """Find the models of one document, and plan it; see `Repository.plan`."""
+    return make_plan(
+        finder.store,
+        recipe,
+        [load_model(finder.store, name, finder.commit(name)) for name in recipe.model_names],
+        budget=budget,
+        policy=policy,
+        seed=seed,
+        on_mismatch=on_mismatch,
+        author=finder.author,
+    )
 
 
 def branches_of(documents: Sequence[Recipe], into: str, store: Store) -> list[tuple[str, Recipe]]:

@@ -64,3 +64,10 @@ class ModelFinder:
         if all(item.identity != commit for item in ancestry([tip], self.store.objects, self.store.refs)):
             raise NotFoundError(f"model {model}@{revision}: {revision} is not in the history of {model}", model=model)
         return commit
+
+
+def imported_ref(path: Path) -> str:
+    """The branch that a path or URL is imported to, where only a model was named."""
+    stem = path.resolve().name
+    clean = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in stem)
+    return "imported/" + (clean.strip(".-").replace("..", "-") or "model")
