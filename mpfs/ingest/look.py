@@ -101,7 +101,13 @@ def look_at(source: Path | RemoteTree, choice: Choice, files: SourceFiles) -> Fo
     if source.name.endswith(ARCHIVE_SUFFIXES) or _is_tar(source):
         # The archive itself must not change, either.
         files.add(source)
-        return look_at(open_archive(source), choice, files)
+        inside, left = open_archive(source)
+        found = look_at(inside, choice, files)
+        if left:
+            found.notes.append(
+                f"{source.name}: the model is in {inside.name}; {count(left, 'file')} outside of it left out"
+            )
+        return found
     return look_at_file(source, choice, files)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +22,15 @@ import fsspec  # type: ignore[import-untyped]
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from mpfs.errors import BadInputError, FormatError, MPFSError, NotFoundError
+from mpfs.errors import BadInputError, FormatError, MPFSError, NotFoundError, UnsafeInputError
+from mpfs.formats.messages import show
 from mpfs.formats.tree import SKIPPED_NAMES, SKIPPED_SUFFIXES, FoundFile
 from mpfs.ingest.source import SourceFile
 
 ARCHIVE_SUFFIXES = (".zip", ".whl", ".tgz", ".tar.gz")
+_WEIGHTS = (".safetensors", (".bin", ".pt", ".pth", ".ckpt", ".pth.tar"), ".gguf", ".onnx")
+"""What weights are called, those first that make the others side files."""
+
 _CHUNK = 4 << 20
 _TAGS = ("ETag", "etag", "blob_id", "checksum", "sha256", "md5")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created", "CRC", "date_time")
@@ -55,8 +60,8 @@ def open_source(source: str, options: Mapping[str, Any] | None = None) -> Path |
     return RemoteTree(system, root.rstrip("/"), _shown(source))
 
 
-def open_archive(path: Path) -> RemoteTree:
-    """The inside of a zip or tar archive: its outermost directory that holds more than one directory.
+def open_archive(path: Path) -> tuple[RemoteTree, int]:
+    """The model inside a zip or tar archive: the innermost directory with all the weights. And how many files are outside.
 
     Raises:
         FormatError: it is damaged or encrypted, or no such archive.
@@ -65,13 +70,18 @@ def open_archive(path: Path) -> RemoteTree:
     with _our_errors(str(path)):
         options = {"compression": "gzip"} if path.name.endswith((".tgz", ".tar.gz")) else {}
         system = fsspec.filesystem(protocol, fo=str(path), skip_instance_cache=True, **options)
-        root = ""
-        while True:
-            inside = [item for item in system.ls(root, detail=True) if not item["name"].endswith(".dist-info")]
-            if len(inside) != 1 or inside[0]["type"] != "directory":
-                break
-            root = inside[0]["name"].rstrip("/")
-    return RemoteTree(system, root, str(path), pinned=True)
+        files = [place for place in system.find("") if SKIPPED_NAMES.isdisjoint(place.split("/"))]
+    for place in files:
+        if ".." in place.split("/"):
+            raise UnsafeInputError(f"{path}: unsafe path in the archive: {show(place)}", file=str(path))
+    root = ""
+    for kind in _WEIGHTS:
+        weights = [place.rpartition("/")[0] for place in files if place.endswith(kind)]
+        if weights:
+            root = os.path.commonpath(weights)
+            break
+    inside = sum(place.startswith(f"{root}/") for place in files) if root else len(files)
+    return RemoteTree(system, root, str(path), pinned=True), len(files) - inside
 
 
 class RemoteTree:

@@ -257,9 +257,7 @@ class TestTorch:
 class TestTree:
     def test_no_weights(self, root: Path) -> None:
         write(root, {"config.json": b"{}", "model.h5": b"x", "sub/a.pt": b"\x80", "words.bin": b"words"})
-        with pytest.raises(
-            BadInputError, match=r'no weights found; looked for .*does not read "model\.h5"'
-        ) as caught:
+        with pytest.raises(BadInputError, match=r'no weights found; looked for .*does not read "model\.h5"') as caught:
             scan(root)
         assert str(root) in caught.value.message
 

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ingest_cases import assert_clean, digests, directory_digests, new_repository, refused
 
-from mpfs.errors import BadInputError, FormatError, NotFoundError
+from mpfs.errors import BadInputError, FormatError, NotFoundError, UnsafeInputError
 from mpfs.ingest.remote import RemoteFile, RemoteSource, _shown, open_source
 from mpfs.objects import Commit
 from mpfs.repository import Repository
@@ -272,8 +272,22 @@ class TestRefusals:
             tmp_path,
             {"x.zip": zipped({"a/../../model.safetensors": FILES["model-00001-of-00002.safetensors"], "b": b""})},
         )
-        with refused(repository, BadInputError, match="unsafe path"):
+        with refused(repository, UnsafeInputError, match="unsafe path"):
             repository.import_checkpoint(tmp_path / "x.zip", "main")
+
+    def test_files_beside_the_model_are_left_out(self, repository: Repository, tmp_path: Path) -> None:
+        files = {f"package/model/{path}": content for path, content in KEPT.items()}
+        write(tmp_path, {"x.whl": zipped({**files, "package/__init__.py": b"x", "package-1.dist-info/METADATA": b"y"})})
+        report = repository.import_checkpoint(tmp_path / "x.whl", "main")
+        assert report.notes == ("x.whl: the model is in model; 2 files outside of it left out",)
+        repository.checkout("main", tmp_path / "out")
+        assert directory_digests(tmp_path / "out") == digests(KEPT)
+
+    def test_components_keep_their_directories(self, repository: Repository, tmp_path: Path) -> None:
+        files = {f"pipe/{part}/model.safetensors": shard("a") for part in ("unet", "vae")}
+        write(tmp_path, {"x.zip": zipped({**files, "pipe/model_index.json": b"{}"})})
+        assert repository.import_checkpoint(tmp_path / "x.zip", "main").notes == ()
+        assert {name.partition("/")[0] for name in repository.tensors("main")} == {"unet", "vae"}
 
     def test_an_archive_without_weights(self, repository: Repository, tmp_path: Path) -> None:
         write(tmp_path, {"x.zip": zipped({"a.txt": b"x", "b.txt": b"y"})})
