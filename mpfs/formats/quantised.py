@@ -37,6 +37,9 @@ _HQQ_PARTS = (
     *("channel_wise", "compute_dtype", "encoded_state_dict", "stores_quant_config", "optimize", "round_zero"),
     *("quant_scale", "quant_zero", "offload_meta"),
 )
+_GGUF_NAMES = ("blk.", "token_embd.", "output.", "enc.blk.", "dec.blk.", "v.blk.", "mm.")
+"""How names of tensors begin in GGUF files, whose quantised types are U8 here."""
+
 _BNB_STATE = "quant_state.bitsandbytes__"
 
 
@@ -69,8 +72,8 @@ def recognise(
         config: what config.json says, if there is one.
 
     Returns:
-        None if no weight is quantised, as far as can be known. A GGUF file's quantised tensors are known by
-        `mpfs.formats.gguf.Header.quantised` instead.
+        None if no weight is quantised, as far as can be known. Of which type a GGUF file's tensors are says
+        `mpfs.formats.gguf.Header.quantised`.
     """
     stated = _stated(config)
     method = _NAMES.get(str(stated.get("quant_method", "")).lower().replace("_", "-"))
@@ -138,6 +141,8 @@ def _groups(tensors: Mapping[str, tuple[str, tuple[int, ...]]], method: str | No
             if tables or states:
                 kind = f" {states[0].rpartition('__')[2]}" if states else ""
                 yield [name, *tables, *states], f"bitsandbytes{kind}"
+            elif name.startswith(_GGUF_NAMES) and len(shape) > 1:
+                yield [name], "GGUF"
         elif name.endswith("weight") and dtype == "I8":
             satellites = there(
                 f"{name.removesuffix('weight')}SCB", f"{name}_format", f"{name}_scale", f"{name}_zero_point"

@@ -37,6 +37,7 @@ PACKED: Tensors = {
 }
 FP8: Tensors = {"l.weight": ("F8_E4M3", (64, 64)), "l.weight_scale_inv": ("F32", (1, 1))}
 HQQ: Tensors = {"l.W_q": ("U8", (64, 8)), "l.scale": ("F16", (64,)), "l.zero": ("F16", (64,))}
+GGUF: Tensors = {"blk.0.attn_q.weight": ("U8", (64, 144))}
 PLAIN: Tensors = {"norm.weight": ("F16", (64,)), "ids": ("I64", (64,)), "mask": ("U8", (3,)), "x_blocks": ("U8", (9,))}
 
 
@@ -51,6 +52,7 @@ PLAIN: Tensors = {"norm.weight": ("F16", (64,)), "ids": ("I64", (64,)), "mask": 
         (PACKED, "compressed-tensors"),
         (FP8, "FP8"),
         (HQQ, "HQQ"),
+        (GGUF, "GGUF"),
     ],
 )
 def test_each_layout_with_its_scales(tensors: Tensors, scheme: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from ingest_cases import assert_clean, directory_digests, new_repository, refused
 
-from mpfs.errors import BadInputError, FormatError
+from mpfs.errors import BadInputError, FormatError, MismatchError
 from mpfs.repository import Repository
 from mpfs.testing.checkpoints import TensorContent, safetensors_bytes, write
 from mpfs.testing.containers import (
@@ -116,6 +116,16 @@ def test_a_merge_of_gguf_files(repository: Repository, tmp_path: Path) -> None:
     assert torch.equal(found["token_embd.weight"], left["token_embd.weight"])
     repository.checkout("merged", tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors"]
+
+
+def test_a_merge_of_quantised_weights_that_differ(repository: Repository, tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        content = GGUFTensor("blk.0.attn_q.weight", GGUF_Q4_K, (256, 2), bytes([seed]) * 288)
+        write(tmp_path, {f"{name}.gguf": gguf_bytes([content])})
+        repository.import_checkpoint(tmp_path / f"{name}.gguf", name)
+    models = [{"model": name, "parameters": {"weight": 0.5}} for name in "ab"]
+    with pytest.raises(MismatchError, match=r"quantised weights cannot be merged: blk\.0\.attn_q\.weight \(GGUF"):
+        repository.merge({"merge_method": "linear", "models": models, "dtype": "float32"}, into="merged")
 
 
 class TestDirectories:
