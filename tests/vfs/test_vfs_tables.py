@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]  # ships no types
 import pandas as pd
 import pyarrow.parquet as pq
 import torch
