@@ -57,6 +57,9 @@ def check_plan(plan: Plan, models: Sequence[Model]) -> None:
     indices = [plan.template, *([] if plan.base is None else [plan.base])]
     if not models or any(not 0 <= index < len(models) for index in indices):
         raise BadInputError("plan: its base or template is not one of its models")
+    for dtype in (plan.work_dtype, plan.out_dtype):
+        if dtype is not None and dtype not in MERGEABLE:
+            raise BadInputError(f"plan: nothing can be computed in {dtype}")
     names = [tensor.name for tensor in plan.tensors]
     if len(set(names)) != len(names):
         raise BadInputError("plan: two of its tensors have the same name")

@@ -6,7 +6,6 @@ are shared here by path and opened anew in a child. Facts about LMDB that bind a
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -20,9 +19,10 @@ from typing import cast
 import lmdb
 import numpy as np
 
-from mpfs.errors import IntegrityError, LockedError, MPFSError, NoSpaceError, NotARepositoryError
+from mpfs.errors import LockedError, MPFSError, NotARepositoryError
 from mpfs.store.config import Config, Stamp, read_config, stamp, sync_directory
-from mpfs.store.filesystem import mapping_start, room_to_grow
+from mpfs.store.failures import MAX_READERS, translate
+from mpfs.store.filesystem import mapping_start
 from mpfs.store.locks import opening
 from mpfs.store.pages import check_metas
 
@@ -44,7 +44,6 @@ DATABASES = (
 )
 """The named databases; docs/format.md gives their keys and values."""
 
-_MAX_READERS = 510
 _MIN_FREE = 1 << 20
 """Bytes; a disk with less than this free is full."""
 
@@ -68,7 +67,7 @@ class _Handle:
                 str(path),
                 map_size=map_size,
                 max_dbs=len(DATABASES),
-                max_readers=_MAX_READERS,
+                max_readers=MAX_READERS,
                 create=create,
                 readahead=False,
                 meminit=False,
@@ -174,7 +173,7 @@ class Environment:
         except OSError as error:
             return None, MPFSError(f"{path}: cannot be read: {error.strerror}")
         except lmdb.Error as error:
-            return None, self.translate(error)
+            return None, translate(error, self.root, path / "data.mdb", config.map_size)
         except MPFSError as error:
             return None, error
 
@@ -360,31 +359,7 @@ class Environment:
 
     def translate(self, error: lmdb.Error, needed: int = 0) -> MPFSError:
         """An LMDB error in our words."""
-        where = self.root
-        if isinstance(error, lmdb.MapFullError):
-            return NoSpaceError(
-                f"{where}: the repository's map of {self.map_size:,} bytes is full "
-                f"(about {needed:,} bytes more are needed); nothing was published. Remove what is not needed (mpfs rm, "
-                "mpfs gc), or make the map larger: mpfs gc --map-size",
-                needed=needed,
-                map_size=self.map_size,
-            )
-        text = str(error)
-        free = room_to_grow(self.path / "data.mdb")
-        no_space = any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-        # LMDB reports a write that the file system cut short, for want of room, as an I/O error.
-        if no_space or (os.strerror(errno.EIO) in text and free < needed + _MIN_FREE):
-            return NoSpaceError(
-                f"{where}: the disk is full: about {needed:,} bytes are needed, {free:,} are free; "
-                "nothing was published and the repository is as it was",
-                needed=needed,
-                free=free,
-            )
-        if isinstance(error, lmdb.ReadersFullError):
-            return LockedError(f"{where}: all {_MAX_READERS} reader slots are taken; close some readers and try again")
-        if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError | lmdb.PanicError):
-            return IntegrityError(f"{where}: the store is damaged: {text}; see 'mpfs fsck'")
-        return MPFSError(f"{where}: LMDB: {text}")
+        return translate(error, self.root, self.path / "data.mdb", self.map_size, needed)
 
 
 class StoreCopy:

@@ -122,7 +122,13 @@ def test_a_full_disk_behind_stdout_is_told(workplace: Path) -> None:
 def test_an_interrupt_is_one_line(workplace: Path) -> None:
     os.mkfifo(workplace / "pipe.yml")  # a recipe that is never written to its end
     child = subprocess.Popen(
-        command_line("plan", "pipe.yml"), cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command_line("plan", "pipe.yml"),
+        cwd=workplace,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever started the tests in the background (nohup, &) has had SIGINT ignored, which is handed down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     writer = open_when_read(workplace / "pipe.yml")
     child.send_signal(signal.SIGINT)
