@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seeds import exploration_seed
 
 from mpfs.repository import Repository
 
@@ -133,8 +134,7 @@ def test_flips_where_they_are_worst(repository: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_flips(repository: Path) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = exploration_seed()
     outcomes = flip_and_judge(repository, random_places(repository, 1500, seed))
     print("anywhere:", dict(outcomes))
     outcomes = flip_and_judge(repository, structure_places(repository, 1500, seed))

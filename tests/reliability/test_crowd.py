@@ -6,21 +6,20 @@ Longer: python tests/reliability/crowd.py kill|stress DIRECTORY AMOUNT SEED
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from seeds import exploration_seed
 
 SCRIPT = Path(__file__).parent / "crowd.py"
 
 
 def run(mode: str, folder: Path, amount: int, timeout: float) -> dict[str, Any]:
     """Run the script; its summary."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = exploration_seed()
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", str(SCRIPT), mode, str(folder), str(amount), str(seed)],
         capture_output=True,

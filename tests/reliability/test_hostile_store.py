@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seeds import exploration_seed
 
 from mpfs.errors import MPFSError, NotARepositoryError, RefConflictError, UsageError
 from mpfs.objects import object_id
@@ -155,8 +156,7 @@ def test_forged_objects(tmp_path: Path, what: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("what", ["commit", "snapshot", "tensor", "plan"])
 def test_many_forged_objects(tmp_path: Path, what: str) -> None:
-    first = random.randrange(1 << 30)
-    print(f"first seed {first}")
+    first = exploration_seed()
     for seed in range(first, first + 150):
         attack(tmp_path, what, seed)
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 
 import pytest
+from seeds import exploration_seed
 
 from mpfs.errors import FormatError
 from mpfs.formats.safetensors import Header, parse_header
@@ -152,8 +153,7 @@ def test_many_headers() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_million_headers() -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = exploration_seed()
     fuzz(20_000, seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.monotonic()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from crowd import variants
 from power_loss import Disk, Event, record, write_state
+from seeds import exploration_seed
 
 from mpfs.errors import MPFSError, NotARepositoryError
 from mpfs.repository import Repository
@@ -104,8 +105,7 @@ def test_no_loss_of_power_loses_anything(events: tuple[str, list[Event]], tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_loss_of_power_at_any_point_loses_anything(events: tuple[str, list[Event]], tmp_path: Path) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = exploration_seed()
     outcomes = replay(events, tmp_path / "disk", seed, share=1.0, states=6)
     print(len(events[1]), "events", dict(outcomes))
     assert outcomes["whole"] > 400
