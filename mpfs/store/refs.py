@@ -17,7 +17,7 @@ from mpfs.store.seal import seal, unseal
 RefKind: TypeAlias = Literal["branch", "tag"]
 
 _KINDS: dict[RefKind, bytes] = {"branch": b"b", "tag": b"t"}
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=,-]*(/[A-Za-z0-9_][A-Za-z0-9._=,-]*)*")
 _MAX_LENGTH = 200
 
 QUARANTINE = "quarantine/"
@@ -54,7 +54,7 @@ def check_ref_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name) or ".." in name or name.endswith(".") or len(name) > _MAX_LENGTH:
         raise UsageError(
-            f"{name!r} cannot be a ref's name: use letters, digits, '.', '_', '-' and '/' between parts "
+            f"{name!r} cannot be a ref's name: use letters, digits, '.', '_', '-', '=', ',' and '/' between parts "
             f"(each part starts with a letter, a digit or '_'), at most {_MAX_LENGTH} characters"
         )
     if re.fullmatch(r"[0-9a-f]{64}", name):

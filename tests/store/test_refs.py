@@ -19,14 +19,14 @@ def move(store: Store, name: str, commit: str | None, expected: str | None, kind
     store.move_ref(name, commit, expected=expected, kind=kind, time=NOW, author="t", reason="test")
 
 
-@pytest.mark.parametrize("name", ["main", "a/b/c", "v1.0", "_x", "A-b_c.d", "x" * 200, "0" * 63])
+@pytest.mark.parametrize("name", ["main", "a/b/c", "v1.0", "_x", "A-b_c.d", "sweep/t=0.3,k=-1", "x" * 200, "0" * 63])
 def test_good_names(name: str) -> None:
     assert check_ref_name(name) == name
 
 
 @pytest.mark.parametrize(
     "name",
-    ["", "/a", "a/", "a//b", "-a", ".a", "a/.b", "a..b", "a.", "a b", "a:b", "a\n", "é", "a\0b", "x" * 201, "0" * 64],
+    ["", "/a", "a/", "a//b", "-a", "=a", "a/,b", ".a", "a/.b", "a..b", "a.", "a b", "a:b", "a\n", "é", "a\0b", "x" * 201, "0" * 64],
 )
 def test_bad_names(name: str) -> None:
     with pytest.raises(UsageError):
