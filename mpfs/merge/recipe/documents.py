@@ -33,6 +33,11 @@ def load_recipes(path: Path) -> tuple[Recipe, ...]:
         NotFoundError: there is no such file.
         RecipeError: it has mistakes.
     """
+    return parse_recipes(_read(path), where=str(path))
+
+
+def _read(path: Path) -> str:
+    """The text of a recipe's file."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_RECIPE_BYTES + 1)
@@ -41,7 +46,7 @@ def load_recipes(path: Path) -> tuple[Recipe, ...]:
     if len(data) > MAX_RECIPE_BYTES:
         raise RecipeError(f"{path}: over {MAX_RECIPE_BYTES:,} bytes, too large to be a recipe")
     try:
-        return parse_recipes(data.decode("utf-8"), where=str(path))
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text: {error}") from error
 
@@ -61,6 +66,43 @@ def parse_recipes(text: str, where: str = "recipe") -> tuple[Recipe, ...]:
     Raises:
         RecipeError: it has mistakes; `problems` lists all of them (in key paths `#2` is the second document).
     """
+    values = _mappings(text, where)
+    if len(values) == 1:
+        return (recipe_from_mapping(values[0], where),)
+    return _parse_all(values, where)
+
+
+def load_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML file of one document as it is written, unchecked: something is still to be set in it.
+
+    Raises:
+        NotFoundError: there is no such file.
+        RecipeError: it is not YAML, no mapping, or several documents.
+    """
+    values = _mappings(_read(path), str(path))
+    if len(values) != 1:
+        raise RecipeError(f"{path}: it holds {len(values)} documents, and one is wanted here")
+    return values[0]
+
+
+def parse_values(text: str) -> list[Any]:
+    """Values as YAML, with commas between: `0.3, 0.5` or `[0, 1], [1, 0]`.
+
+    Raises:
+        ValueError: they are none.
+    """
+    try:
+        values = list(yaml.load_all(f"[{text}\n]", _StrictLoader))
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        told = getattr(error, "problem", None) or one_line(error)
+        raise ValueError(f"not valid YAML: {told}") from error
+    if len(values) != 1 or not isinstance(values[0], list):
+        raise ValueError("not valid YAML: brackets do not match")
+    return values[0]
+
+
+def _mappings(text: str, where: str) -> list[dict[str, Any]]:
+    """The documents of a text, as mappings."""
     try:
         values = [value for value in yaml.load_all(text, _StrictLoader) if value is not None]
     except yaml.YAMLError as error:
@@ -73,9 +115,7 @@ def parse_recipes(text: str, where: str = "recipe") -> tuple[Recipe, ...]:
     for value in values or [None]:
         if not isinstance(value, dict):
             raise RecipeError(f"{where}: a recipe is a mapping with merge_method and models, not {kind(value)}")
-    if len(values) == 1:
-        return (recipe_from_mapping(values[0], where),)
-    return _parse_all(values, where)
+    return values
 
 
 def _parse_all(values: list[dict[str, Any]], where: str) -> tuple[Recipe, ...]:

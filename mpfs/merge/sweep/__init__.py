@@ -1,0 +1,1 @@
+"""Sweeps: one recipe with many settings, planned together, read once, each result a commit of its own."""
