@@ -5,9 +5,7 @@ Reads statistics and block sizes, never a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import compress
+from collections.abc import Sequence
 from math import isfinite
 from typing import TypeAlias
 
@@ -18,38 +16,25 @@ from mpfs.errors import BudgetInfeasibleError, UsageError
 from mpfs.merge.inputs import Fit, TensorInputs, keeps_value
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator
-from mpfs.merge.planner import Candidates, Choice, Policy, choose, predicted_fidelity, rank
+from mpfs.merge.planner import Choice, Policy, choose, predicted_fidelity, rank
 from mpfs.merge.recipe import Recipe
-from mpfs.merge.weights import DeltaWeights, delta_weights
+from mpfs.merge.weighing import Weighed, Weigher, blocks_in
 from mpfs.objects import BlockId, Budget, Cost, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
-from mpfs.stats import Records, delta_gram
-from mpfs.stats.exact import in_columns, unpack_distances, with_exact
-from mpfs.stats.shrink import shrink_gram
-from mpfs.stats.stored import blocks_per_column, column_records
+from mpfs.stats.stored import blocks_per_column
 from mpfs.store import BlockReader
 from mpfs.store.pairs import PairTable
-
-_LARGEST = 1e150
-"""Products of deltas are cut to this, so that sums of them stay finite whatever the weights are."""
 
 _ROUNDS = 8
 """How often a budget is given out again that blocks in several places have left over."""
 
 COMPAT = "mergekit-0.1.5"
 
+Merged: TypeAlias = dict[str, Weighed]
+"""What is merged, by the output's names, in order."""
 
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """A merged tensor with the planner's view of it. `differing` says, for each expert, which blocks are not the base's."""
-
-    inputs: TensorInputs
-    differing: tuple[NDArray[np.bool_], ...]
-    candidates: Candidates
-
-
-_Merged: TypeAlias = dict[str, Weighed]
-_Chosen: TypeAlias = dict[str, Choice]
+Chosen: TypeAlias = dict[str, Choice]
+"""What is read of each."""
 
 
 def compile_plan(
@@ -81,15 +66,34 @@ def compile_plan(
         BudgetInfeasibleError: the method must read more than the budget allows.
         UsageError: a budget or fidelity that cannot be meant.
     """
-    _check_budget(budget)
-    weighed = {inputs.name: weigh(inputs, operator, reader, pairs) for inputs in fitted.tensors if inputs.merged}
-    everything_read = _choose_all(weighed)
-    full = _distinct_bytes(weighed, everything_read)
-    limit = _limit(budget, full)
+    check_budget(budget)
+    weigher = Weigher(reader, pairs)
+    weighed = {inputs.name: weigher.weigh(inputs, operator) for inputs in fitted.tensors if inputs.merged}
+    everything_read = choose_all(weighed)
+    full = distinct_bytes(weighed, everything_read)
+    limit = limit_of(budget, full)
     choices = everything_read
     if budget.kind == "fidelity" or (limit is not None and limit < full):
         fidelity = budget.value if budget.kind == "fidelity" else None
-        choices = _choose(weighed, operator, limit, fidelity, policy, seed)
+        choices = choose_within(weighed, operator.name, limit, fidelity, policy, seed)
+    planned = distinct_bytes(weighed, choices)
+    return make_plan(recipe, models, fitted, operator, choices, full, planned, block_size, budget, policy, seed)
+
+
+def make_plan(
+    recipe: Recipe,
+    models: Sequence[Model],
+    fitted: Fit,
+    operator: Operator,
+    choices: Chosen,
+    full: int,
+    planned: int,
+    block_size: int,
+    budget: Budget,
+    policy: Policy,
+    seed: int,
+) -> Plan:
+    """A plan of what was chosen; `full` and `planned` are the distinct expert bytes of everything and of the choice."""
     tensors = tuple(_plan_tensor(inputs, choices.get(inputs.name), operator) for inputs in fitted.tensors)
     return Plan(
         method=operator.name,
@@ -105,13 +109,13 @@ def compile_plan(
         budget=budget,
         policy=policy,
         tensors=tensors,
-        cost=_cost(fitted, tensors, full, _distinct_bytes(weighed, choices), block_size),
+        cost=_cost(fitted, tensors, full, planned, block_size),
         fidelity_predicted=_fidelity(choices),
         notes=fitted.notes,
     )
 
 
-def _check_budget(budget: Budget) -> None:
+def check_budget(budget: Budget) -> None:
     """Whether the number makes sense for its kind."""
     value = budget.value
     largest = {"none": value, "bytes": value, "percent": 100.0, "fidelity": 1.0}[budget.kind]
@@ -122,7 +126,7 @@ def _check_budget(budget: Budget) -> None:
         raise UsageError(f"a {what} of {asked}: it must be {allowed}")
 
 
-def _limit(budget: Budget, full: int) -> int | None:
+def limit_of(budget: Budget, full: int) -> int | None:
     if budget.kind == "bytes":
         return int(budget.value)
     if budget.kind == "percent":
@@ -130,29 +134,29 @@ def _limit(budget: Budget, full: int) -> int | None:
     return None
 
 
-def _choose_all(weighed: _Merged) -> _Chosen:
+def choose_all(weighed: Merged) -> Chosen:
     chosen = choose([item.candidates for item in weighed.values()])
     return dict(zip(weighed, chosen.tensors, strict=True))
 
 
-def _choose(
-    weighed: _Merged, operator: Operator, limit: int | None, fidelity: float | None, policy: Policy, seed: int
-) -> _Chosen:
+def choose_within(
+    weighed: Merged, method: str, limit: int | None, fidelity: float | None, policy: Policy, seed: int
+) -> Chosen:
     """What is read under a limit: all of what has no base to fall back to, and the planner's choice of the rest."""
     forced = {name: item for name, item in weighed.items() if item.inputs.base is None}
     free = {name: item for name, item in weighed.items() if item.inputs.base is not None}
-    chosen = _choose_all(forced)
-    required = _distinct_bytes(forced, chosen)
+    chosen = choose_all(forced)
+    required = distinct_bytes(forced, chosen)
     if limit is not None and required > limit:
         raise BudgetInfeasibleError(
-            f"a budget of {limit:,} bytes is not enough: {operator.name} must read {required:,} bytes of tensors that "
+            f"a budget of {limit:,} bytes is not enough: {method} must read {required:,} bytes of tensors that "
             "have no base to stand in for them (name a base_model that has them, or raise the budget)",
             required=required,
             budget=limit,
         )
     ranked = rank([item.candidates for item in free.values()], policy=policy, seed=seed)
 
-    def choose_free(rest: int | None) -> _Chosen:
+    def choose_free(rest: int | None) -> Chosen:
         choices = ranked.choose(budget=rest, fidelity=fidelity)
         return {**chosen, **dict(zip(free, choices.tensors, strict=True))}
 
@@ -161,144 +165,35 @@ def _choose(
     best = choose_free(limit - required)
     # The planner counts a block in every place where it is read, but it is read once: what that saves is given out too.
     for _ in range(_ROUNDS):
-        spare = limit - _distinct_bytes(weighed, best)
+        spare = limit - distinct_bytes(weighed, best)
         counted = sum(int(item.candidates.cost[best[name].read].sum()) for name, item in free.items())
         if counted <= limit - required - spare:
             break
         wider = choose_free(counted + spare)
-        if _distinct_bytes(weighed, wider) > limit or _left_out(wider) >= _left_out(best):
+        if distinct_bytes(weighed, wider) > limit or _left_out(wider) >= _left_out(best):
             break
         best = wider
     return best
 
 
-def _left_out(choices: _Chosen) -> float:
+def _left_out(choices: Chosen) -> float:
     return sum(choice.energy_left_out for choice in choices.values())
 
 
-def _fidelity(choices: _Chosen) -> float:
+def _fidelity(choices: Chosen) -> float:
     """Predicted, over all tensors; rounded so that it reads well."""
     return round(predicted_fidelity(choices.values()), 9)
 
 
-def weigh(inputs: TensorInputs, operator: Operator, reader: BlockReader, pairs: PairTable | None = None) -> Weighed:
-    """A merged tensor as the planner sees it."""
-    base = None if inputs.base is None else inputs.base.tensor
-    differing = tuple(_differing(expert.tensor, base) for _, expert in inputs.experts)
-    return Weighed(inputs, differing, _candidates(inputs, differing, operator, reader, pairs))
-
-
-def _candidates(
-    inputs: TensorInputs,
-    differing: Sequence[NDArray[np.bool_]],
-    operator: Operator,
-    reader: BlockReader,
-    pairs: PairTable | None,
-) -> Candidates:
-    elements = inputs.column_elements
-    experts = [item.tensor for _, item in inputs.experts]
-    columns = -(-inputs.numel // elements)
-    base = None if inputs.base is None else inputs.base.tensor
-    cost = np.zeros((columns, len(experts)), np.int64)
-    for index, (expert, blocks) in enumerate(zip(experts, differing, strict=True)):
-        cost[:, index] = _column_cost(expert, blocks, elements)
-    if base is None or not cost.any():
-        return Candidates(inputs.name, np.zeros((columns, len(experts), len(experts))), cost, base is None)
-    records = np.stack([column_records(reader, expert, elements) for expert in experts])
-    origin = column_records(reader, base, elements)
-    sizes = np.full(columns, elements, np.int64)
-    sizes[-1] = inputs.numel - (columns - 1) * elements
-    # An equal block has no delta, whatever rounding left in the sketches.
-    gram = shrink_gram(delta_gram(origin, records), sizes, cost > 0)
-    if pairs is not None:
-        gram = _with_pairs(gram, inputs, pairs)
-    weights = delta_weights(operator, inputs.parameters)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for i, first in enumerate(weights.experts):
-            for j, second in enumerate(weights.experts):
-                gram[:, i, j] *= first * second
-    drift = 0.0
-    if weights.surplus:
-        drift = _drift(origin, records, weights)
-    return Candidates(inputs.name, _cut(gram), cost, operator.interaction == "column", drift)
-
-
-def _with_pairs(gram: NDArray[np.float64], inputs: TensorInputs, pairs: PairTable) -> NDArray[np.float64]:
-    """What is known exactly, in the place of estimates."""
-    models = [item for _, item in inputs.experts]
-
-    def distance(a: ModelTensor, b: ModelTensor) -> NDArray[np.float64] | None:
-        if (a.tensor.dtype, a.tensor.shape) != (b.tensor.dtype, b.tensor.shape):
-            return None
-        count = len(a.tensor.blocks)
-        payload = bytes(8 * count) if a.identity == b.identity else pairs.get(a.identity, b.identity)
-        found = None if payload is None else unpack_distances(payload, count)
-        return None if found is None else in_columns(found, blocks_per_column(a.tensor, inputs.column_elements))
-
-    from_base = {} if inputs.base is None else {i: distance(inputs.base, item) for i, item in enumerate(models)}
-    exact = {i: values for i, values in from_base.items() if values is not None}
-    between = {(i, j): distance(models[i], models[j]) for i in exact for j in exact if i < j}
-    return with_exact(gram, exact, {pair: values for pair, values in between.items() if values is not None})
-
-
-def _cut(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.nan_to_num(values, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST).clip(-_LARGEST, _LARGEST)
-
-
-def _drift(base: Records, experts: Records, weights: DeltaWeights) -> float:
-    """|sum of w_i d_i + surplus base|^2 - |sum of w_i d_i|^2."""
-    # Against nothing, a sketch is that of the model itself: the last of these is the base.
-    gram = delta_gram(np.zeros_like(base), np.concatenate([experts, base[None, :]]))
-    product = np.zeros(len(base))
-    with np.errstate(over="ignore", invalid="ignore"):
-        for i, weight in enumerate(weights.experts):
-            product += weight * (gram[:, i, -1] - gram[:, -1, -1])
-        change = 2.0 * weights.surplus * product + weights.surplus**2 * base["sum_squares"]
-    return float(np.cumsum(_cut(change))[-1])
-
-
-def _column_cost(expert: Tensor, differing: NDArray[np.bool_], elements: int) -> NDArray[np.int64]:
-    width = blocks_per_column(expert, elements)
-    sizes = np.where(differing, _block_sizes(expert), 0)
-    padded = np.zeros(-(-len(sizes) // width) * width, np.int64)
-    padded[: len(sizes)] = sizes
-    total: NDArray[np.int64] = padded.reshape(-1, width).sum(axis=1)
-    return total
-
-
-def _block_sizes(tensor: Tensor) -> NDArray[np.int64]:
-    sizes = np.full(len(tensor.blocks), tensor.block_size, np.int64)
-    if len(sizes):
-        sizes[-1] = tensor.block_nbytes(len(sizes) - 1)
-    return sizes
-
-
-def _differing(expert: Tensor, base: Tensor | None) -> NDArray[np.bool_]:
-    """Which of an expert's blocks are not the base's at that place; shape (blocks,)."""
-    if base is None or base.dtype != expert.dtype:
-        return np.ones(len(expert.blocks), bool)
-    return np.array([ours != theirs for ours, theirs in zip(expert.blocks, base.blocks, strict=True)], bool)
-
-
-def _distinct_bytes(weighed: _Merged, choices: _Chosen) -> int:
+def distinct_bytes(weighed: Merged, choices: Chosen) -> int:
     """Bytes of the distinct expert blocks that a choice reads."""
     sizes: dict[BlockId, int] = {}
     for name, item in weighed.items():
         elements = item.inputs.column_elements
         for index in np.flatnonzero(choices[name].read.any(axis=0)).tolist():
             expert, read = item.inputs.experts[index][1], choices[name].read[:, index]
-            sizes.update(_blocks_in(expert.tensor, read, elements, item.differing[index]))
+            sizes.update(blocks_in(expert.tensor, read, elements, item.differing[index]))
     return sum(sizes.values())
-
-
-def _blocks_in(
-    tensor: Tensor, columns: NDArray[np.bool_], column_elements: int, wanted: NDArray[np.bool_] | None = None
-) -> Iterator[tuple[BlockId, int]]:
-    """The blocks (with sizes) of the marked columns of a tensor, of those that are wanted."""
-    inside = np.repeat(columns, blocks_per_column(tensor, column_elements))[: len(tensor.blocks)]
-    if wanted is not None:
-        inside = inside & wanted
-    return compress(zip(tensor.blocks, _block_sizes(tensor).tolist(), strict=True), inside.tolist())
 
 
 def column_blocks(
@@ -395,5 +290,5 @@ def _cost(fitted: Fit, tensors: Sequence[PlanTensor], full: int, planned: int, b
         computed += blocks
         kept += -(-nbytes // block_size) - blocks
         if inputs.base is not None:
-            base_blocks.update(_blocks_in(inputs.base.tensor, columns, tensor.column_elements))
+            base_blocks.update(blocks_in(inputs.base.tensor, columns, tensor.column_elements))
     return Cost(full, planned, sum(base_blocks.values()), written, kept, computed)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from mpfs.history.insight import CurvePoint, Insight, Share, TensorShares
 from mpfs.merge.commit import load_model
-from mpfs.merge.compile import Weighed, weigh
 from mpfs.merge.inputs import fit
 from mpfs.merge.operators import get_operator
 from mpfs.merge.planner import POLICIES, rank
 from mpfs.merge.recipe import recipe_from_mapping
+from mpfs.merge.weighing import Weighed, Weigher
 from mpfs.objects import Plan, PlanTensor
 from mpfs.store import Store
 from mpfs.store.pairs import PairTable
@@ -32,8 +32,8 @@ def find_insight(store: Store, plan: Plan) -> Insight:
     operator = get_operator(plan.method)
     models = [load_model(store, model.name, model.commit) for model in plan.models]
     fitted = fit(recipe, models, operator, "base")
-    pairs = PairTable(store.environment)
-    weighed = {inputs.name: weigh(inputs, operator, store.blocks, pairs) for inputs in fitted.tensors if inputs.merged}
+    weigher = Weigher(store.blocks, PairTable(store.environment))
+    weighed = {inputs.name: weigher.weigh(inputs, operator) for inputs in fitted.tensors if inputs.merged}
     experts = [index for index in range(len(plan.models)) if index != plan.base]
     place = {model: number for number, model in enumerate(experts)}
     gram = np.zeros((len(experts), len(experts)))

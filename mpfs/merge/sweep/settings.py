@@ -91,7 +91,7 @@ def check_settings(settings: Sequence[Setting], limit: int = DEFAULT_LIMIT) -> N
         raise UsageError("budget and fidelity exclude each other: ask for bytes or for a result")
     count = prod(len(setting.values) for setting in settings)
     if count > limit:
-        sizes = " × ".join(str(len(setting.values)) for setting in settings)
+        sizes = " x ".join(str(len(setting.values)) for setting in settings)
         sizes = f"{sizes} = " if len(settings) > 1 else ""
         raise UsageError(
             f"{sizes}{count:,} variants are more than {limit}: take fewer values, or raise the limit", variants=count
