@@ -15,9 +15,9 @@ from mpfs.merge.crop import cropped, find_crops
 from mpfs.merge.engine import Outcome, execute
 from mpfs.merge.fidelity import measure_fidelity
 from mpfs.merge.finite import check_finite
-from mpfs.merge.inputs import OnMismatch, fit
+from mpfs.merge.inputs import Fit, OnMismatch, fit
 from mpfs.merge.models import Model, ModelTensor
-from mpfs.merge.operators import get_operator
+from mpfs.merge.operators import Operator, get_operator
 from mpfs.merge.output import assemble
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, recipe_from_mapping
@@ -90,21 +90,12 @@ def make_plan(
     author: str = "",
 ) -> Plan:
     """Fit the models together and choose what to read; see `Repository.plan`. `author` is who cut models are by."""
-    operator = get_operator(recipe.method)
-    models = list(models)
-    cuts: list[str] = []
-    if on_mismatch == "crop":
-        for index, crop in find_crops(models).items():
-            model = models[index]
-            models[index] = load_model(store, model.ref.name, cropped(store, model, crop, author))
-            cuts.append(crop.note(model.ref.name))
-    fitted = fit(recipe, models, operator, on_mismatch)
-    fitted = replace(fitted, notes=(*cuts, *fitted.notes))
+    fitting = fit_models(store, recipe, models, on_mismatch, author)
     return compile_plan(
         recipe,
-        models,
-        fitted,
-        operator,
+        fitting.models,
+        fitting.fit,
+        fitting.operator,
         store.blocks,
         block_size=store.info.block_size,
         budget=budget,
@@ -112,6 +103,36 @@ def make_plan(
         seed=seed,
         pairs=PairTable(store.environment),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Models that fit together, cut where they have to be, and the method that merges them."""
+
+    models: tuple[Model, ...]
+    fit: Fit
+    operator: Operator
+
+
+def fit_models(
+    store: Store, recipe: Recipe, given: Sequence[Model], on_mismatch: OnMismatch, author: str = ""
+) -> Fitting:
+    """Fit the models of a recipe together, in the order of its `model_names`.
+
+    Raises:
+        MismatchError: they do not fit.
+        RecipeError: parameter values that the method cannot work with.
+    """
+    operator = get_operator(recipe.method)
+    models = list(given)
+    cuts: list[str] = []
+    if on_mismatch == "crop":
+        for index, crop in find_crops(models).items():
+            model = models[index]
+            models[index] = load_model(store, model.ref.name, cropped(store, model, crop, author))
+            cuts.append(crop.note(model.ref.name))
+    fitted = fit(recipe, models, operator, on_mismatch)
+    return Fitting(tuple(models), replace(fitted, notes=(*cuts, *fitted.notes)), operator)
 
 
 def check_foreign_plan(store: Store, plan: Plan) -> None:

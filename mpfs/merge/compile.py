@@ -77,10 +77,10 @@ def compile_plan(
         fidelity = budget.value if budget.kind == "fidelity" else None
         choices = choose_within(weighed, operator.name, limit, fidelity, policy, seed)
     planned = distinct_bytes(weighed, choices)
-    return make_plan(recipe, models, fitted, operator, choices, full, planned, block_size, budget, policy, seed)
+    return write_plan(recipe, models, fitted, operator, choices, full, planned, block_size, budget, policy, seed)
 
 
-def make_plan(
+def write_plan(
     recipe: Recipe,
     models: Sequence[Model],
     fitted: Fit,
@@ -93,7 +93,7 @@ def make_plan(
     policy: Policy,
     seed: int,
 ) -> Plan:
-    """A plan of what was chosen; `full` and `planned` are the distinct expert bytes of everything and of the choice."""
+    """The plan of a choice. `full` and `planned` are the distinct expert bytes of everything and of what is chosen."""
     tensors = tuple(_plan_tensor(inputs, choices.get(inputs.name), operator) for inputs in fitted.tensors)
     return Plan(
         method=operator.name,

@@ -182,6 +182,14 @@ def choose(
     return rank(candidates, policy=policy, seed=seed).choose(budget=budget, fidelity=fidelity)
 
 
+def judge(candidates: Sequence[Candidates], read: Sequence[BoolArray]) -> Choices:
+    """What a choice comes to that was made elsewhere: `read` (C, E) for each tensor; what costs nothing is not listed."""
+    energy = [item.energy for item in candidates]
+    return _choices(
+        candidates, energy, [chosen & (item.cost > 0) for item, chosen in zip(candidates, read, strict=True)]
+    )
+
+
 def predicted_fidelity(choices: Iterable[Choice]) -> float:
     """1 - sqrt(energy left out / energy) over some tensors; 1 where there is no delta at all."""
     total = left_out = 0.0
