@@ -14,10 +14,9 @@ from mpfs.objects import Commit, ObjectId, Snapshot, Tensor
 from mpfs.objects.dtypes import MERGEABLE
 from mpfs.objects.encoding import Json
 from mpfs.objects.progress import Progress
-from mpfs.stats.exact import pack_distances
-from mpfs.stats.stored import block_distances
+from mpfs.stats.stored import compare
 from mpfs.store import Store
-from mpfs.store.pairs import PairTable, put_pairs
+from mpfs.store.pairs import PairRecord, PairTable, put_pairs
 
 _AT_ONCE = 64
 """Pairs of tensors that are stored in one transaction."""
@@ -42,11 +41,12 @@ _Model: TypeAlias = Mapping[str, tuple[ObjectId, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Two tensors to compare."""
+    """Two tensors to compare. Magnitudes are counted (`binned`) of what experts change of the base."""
 
     name: str
     a: Tensor
     b: Tensor
+    binned: bool
 
     @property
     def nbytes(self) -> int:
@@ -68,18 +68,18 @@ def analyze(
     table = PairTable(store.environment)
     tasks: dict[tuple[ObjectId, ObjectId], _Task] = {}
     for a, b in combinations(models, 2):
-        for pair, task in _comparable(a, b):
+        for pair, task in _comparable(a, b, binned=a is models[0]):
             tasks.setdefault(pair, task)
-    missing = {pair: task for pair, task in tasks.items() if table.get(*pair) is None}
+    missing = {pair: task for pair, task in tasks.items() if not _is_known(table, pair, task)}
     total, done = sum(task.nbytes for task in missing.values()), 0
-    found: dict[tuple[ObjectId, ObjectId], bytes] = {}
+    found: dict[tuple[ObjectId, ObjectId], PairRecord] = {}
     with ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="mpfs-analyze") as executor:
         results = executor.map(
-            lambda task: pack_distances(block_distances(store.blocks, task.a, task.b, task.name)),
+            lambda task: compare(store.blocks, task.a, task.b, task.name, binned=task.binned),
             missing.values(),
         )
-        for (pair, task), payload in zip(missing.items(), results, strict=True):
-            found[pair] = payload
+        for (pair, task), record in zip(missing.items(), results, strict=True):
+            found[pair] = record
             if len(found) >= _AT_ONCE:
                 put_pairs(store, found)
                 found.clear()
@@ -95,7 +95,12 @@ def _model(store: Store, commit: ObjectId) -> _Model:
     return {name: (identity, store.objects.get(Tensor, identity)) for name, identity in snapshot.tensors.items()}
 
 
-def _comparable(a: _Model, b: _Model) -> Iterator[tuple[tuple[ObjectId, ObjectId], _Task]]:
+def _is_known(table: PairTable, pair: tuple[ObjectId, ObjectId], task: _Task) -> bool:
+    counted = not task.binned or len(task.a.blocks) < 2 or table.has_histogram(*pair)
+    return counted and table.get(*pair) is not None
+
+
+def _comparable(a: _Model, b: _Model, *, binned: bool) -> Iterator[tuple[tuple[ObjectId, ObjectId], _Task]]:
     """Tensors of one name, dtype and shape, with the smaller id first."""
     for name, first in a.items():
         second = b.get(name)
@@ -103,4 +108,4 @@ def _comparable(a: _Model, b: _Model) -> Iterator[tuple[tuple[ObjectId, ObjectId
             continue
         if (first[1].dtype, first[1].shape) == (second[1].dtype, second[1].shape):
             low, high = sorted((first, second), key=lambda item: item[0])
-            yield (low[0], high[0]), _Task(name, low[1], high[1])
+            yield (low[0], high[0]), _Task(name, low[1], high[1], binned)

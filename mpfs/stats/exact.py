@@ -8,25 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from mpfs.stats.decode import as_bits, decode
-from mpfs.stats.lanesum import LaneSum
-
 _PAIRS: Final = np.dtype("<f8")
-
-
-def squared_distance(a: bytes | memoryview, b: bytes | memoryview, dtype: str) -> float:
-    """The squared norm of the difference of two blocks of a mergeable dtype, over elements that are finite in both.
-
-    Computed in float64 and summed in the order of `LaneSum`: the same on every machine.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        difference = decode(as_bits(b, dtype), dtype) - decode(as_bits(a, dtype), dtype)
-        if not np.isfinite(difference).all():
-            difference = np.where(np.isfinite(difference), difference, 0.0)
-        difference *= difference
-    total = LaneSum()
-    total.add(difference, 0)
-    return total.total()
 
 
 def pack_distances(distances: NDArray[np.float64]) -> bytes:

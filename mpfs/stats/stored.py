@@ -6,14 +6,14 @@ The one module here that reads the store; the functions that it feeds stay pure.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpfs.objects import Tensor
 from mpfs.objects.dtypes import itemsize
+from mpfs.stats.differences import Comparison
 from mpfs.stats.estimate import combine
-from mpfs.stats.exact import squared_distance
 from mpfs.stats.record import RECORD, Records
 from mpfs.store import BlockReader, stats_key
+from mpfs.store.pairs import PairRecord
 
 _BATCH_BLOCKS = 16
 
@@ -45,20 +45,26 @@ def column_records(reader: BlockReader, tensor: Tensor, column_elements: int) ->
     return combine(padded.reshape(columns, width))
 
 
-def block_distances(reader: BlockReader, a: Tensor, b: Tensor, where: str) -> NDArray[np.float64]:
-    """The squared distances of two tensors' blocks, shape (blocks,). The tensors have one mergeable dtype and one shape;
-    blocks that differ are read.
+def compare(reader: BlockReader, a: Tensor, b: Tensor, where: str, *, binned: bool) -> PairRecord:
+    """What is stored of a pair of tensors of one mergeable dtype and one shape; blocks that differ are read.
+
+    `binned` says whether the magnitudes of the differences are counted.
 
     Raises:
         IntegrityError: a block is missing or damaged; the message says `where`.
     """
-    result = np.zeros(len(a.blocks))
-    differing = [index for index, (ours, theirs) in enumerate(zip(a.blocks, b.blocks, strict=True)) if ours != theirs]
+    found = Comparison(a.dtype, a.numel, a.block_size, binned=binned)
+    differing: list[int] = []
+    for index, (ours, theirs) in enumerate(zip(a.blocks, b.blocks, strict=True)):
+        if ours == theirs:
+            found.equal()
+        else:
+            differing.append(index)
     for start in range(0, len(differing), _BATCH_BLOCKS):
         batch = differing[start : start + _BATCH_BLOCKS]
         blocks = [block for index in batch for block in (a.blocks[index], b.blocks[index])]
         reader.prefetch(blocks)
         with reader.view(blocks, where) as payloads:
             for place, index in enumerate(batch):
-                result[index] = squared_distance(payloads[2 * place], payloads[2 * place + 1], a.dtype)
-    return result
+                found.differ(index, payloads[2 * place], payloads[2 * place + 1])
+    return found.record

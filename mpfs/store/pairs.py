@@ -1,22 +1,42 @@
-"""The pair table: how far two tensors of equal dtype and shape lie apart, block by block, exactly.
+"""The pair table: how two tensors of equal dtype and shape differ, exactly.
 
-A record is the squared distance of each two blocks that line up (little-endian f64), sealed; distance knows no order,
-so the key is the two tensors' ids, the smaller one first. Records are found by `mpfs analyze` and only ever make
-plans better: a damaged one is as good as none, and gc drops those whose tensors go.
+Each pair has up to two sealed records. One holds the squared distance of each two blocks that line up (little-endian
+f64), the other how often the difference of two elements has which magnitude (`mpfs.store.histogram`); it is empty where
+that would take too much room. Neither knows an order, so keys begin with the two tensors' ids, the smaller one first.
+Records are made by imports with a base, by merges, and by `mpfs analyze`, and only ever make plans better: a damaged one
+is as good as none, and gc drops those whose tensors go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
-from mpfs.objects import ObjectId
-from mpfs.store.environment import Environment
+import numpy as np
+from numpy.typing import NDArray
+
+from mpfs.objects import ObjectId, Tensor
+from mpfs.objects.dtypes import MERGEABLE
+from mpfs.store.environment import Environment, Transaction
+from mpfs.store.histogram import unpack_histogram
 from mpfs.store.locks import repository_lock
 from mpfs.store.seal import is_sealed, seal, unseal
 from mpfs.store.store import Store
 
 Pair: TypeAlias = tuple[ObjectId, ObjectId]
+
+_ID_SIZE: Final = 32
+HISTOGRAM: Final = b"h"
+"""What a histogram's key has after the ids; that of the distances has nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairRecord:
+    """What is known of a pair: `distances`, 8 bytes a block, and the packed `histogram`; None for what is not."""
+
+    distances: bytes | None = None
+    histogram: bytes | None = None
 
 
 class PairTable:
@@ -27,24 +47,78 @@ class PairTable:
 
     def get(self, a: ObjectId, b: ObjectId) -> bytes | None:
         """The squared distances of the blocks of two tensors, 8 bytes each; None if they are not known."""
-        key = _key(a, b)
+        return self._payload(_key(a, b))
+
+    def has_histogram(self, a: ObjectId, b: ObjectId) -> bool:
+        """Whether the magnitudes were counted, be it that the result was not worth keeping."""
+        return self._payload(_key(a, b) + HISTOGRAM) is not None
+
+    def histogram(self, a: ObjectId, b: ObjectId, numel: int) -> NDArray[np.int64] | None:
+        """How often magnitudes occur among the differences of two tensors of so many elements, shape (BINS,); None if
+        that is not known."""
+        payload = self._payload(_key(a, b) + HISTOGRAM)
+        return unpack_histogram(payload, numel) if payload else None
+
+    def _payload(self, key: bytes) -> bytes | None:
         with self._environment.read() as txn:
             value = txn.get("pairs", key)
             return unseal(key, value, "pair") if value is not None and is_sealed(key, value) else None
 
 
-def put_pairs(store: Store, records: Mapping[Pair, bytes]) -> None:
+def put_pairs(store: Store, records: Mapping[Pair, PairRecord]) -> None:
     """Store records; those of tensors that are no longer there are left out.
 
     Raises:
         NoSpaceError: the disk or the map is full.
     """
-    needed = sum(map(len, records.values())) + 4096 * len(records)
-    with repository_lock(store.path / "lock", exclusive=False), store.environment.write(needed) as txn:
-        for (a, b), payload in records.items():
-            if txn.contains("tensors", bytes.fromhex(a)) and txn.contains("tensors", bytes.fromhex(b)):
-                key = _key(a, b)
-                txn.put("pairs", key, seal(key, payload))
+    if records:
+        needed = pairs_size(records)
+        with repository_lock(store.path / "lock", exclusive=False), store.environment.write(needed) as txn:
+            put_pair_records(txn, records)
+
+
+def pairs_size(records: Mapping[Pair, PairRecord]) -> int:
+    """About how many bytes records take in the store."""
+    return sum(len(item.distances or b"") + len(item.histogram or b"") + 4096 for item in records.values())
+
+
+def put_pair_records(txn: Transaction, records: Mapping[Pair, PairRecord]) -> None:
+    """The same within a transaction, under the caller's lock."""
+    for (a, b), record in records.items():
+        if txn.contains("tensors", bytes.fromhex(a)) and txn.contains("tensors", bytes.fromhex(b)):
+            for suffix, payload in ((b"", record.distances), (HISTOGRAM, record.histogram)):
+                if payload is not None:
+                    key = _key(a, b) + suffix
+                    txn.put("pairs", key, seal(key, payload))
+
+
+def pair_problem(txn: Transaction, key: bytes, value: memoryview) -> str | None:
+    """What is wrong with an entry, judged by itself and by the tensors that it names; None if nothing is."""
+    if not is_sealed(key, value):
+        return "it does not match its checksum"
+    names, suffix = (key[:_ID_SIZE], key[_ID_SIZE : 2 * _ID_SIZE]), key[2 * _ID_SIZE :]
+    if suffix not in (b"", HISTOGRAM) or not names[0] < names[1]:
+        return "its key names no pair"
+    tensors = [_tensor(txn, name) for name in names]
+    if tensors[0] is None or tensors[1] is None:
+        return "a tensor of it is not there"
+    a, b = tensors[0], tensors[1]
+    if (a.dtype, a.shape, a.block_size) != (b.dtype, b.shape, b.block_size) or a.dtype not in MERGEABLE:
+        return "its tensors cannot be compared"
+    payload = unseal(key, value, "pair")
+    if suffix == HISTOGRAM:
+        sound = not payload or unpack_histogram(payload, a.numel) is not None
+        return None if sound else "it is no histogram of so many elements"
+    sound = len(payload) == 8 * len(a.blocks) and bool((np.frombuffer(payload, "<f8") >= 0.0).all())
+    return None if sound else "it is not a distance for each block"
+
+
+def _tensor(txn: Transaction, name: bytes) -> Tensor | None:
+    data = txn.get("tensors", name)
+    try:
+        return None if data is None else Tensor.decode(bytes(data))
+    except ValueError:
+        return None
 
 
 def _key(a: ObjectId, b: ObjectId) -> bytes:

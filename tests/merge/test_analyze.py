@@ -10,8 +10,9 @@ import torch
 from merge_cases import Lab, counted_reads, family, recipe
 
 from mpfs.objects import Budget
-from mpfs.stats.exact import in_columns, pack_distances, squared_distance, unpack_distances, with_exact
-from mpfs.store.pairs import PairTable, put_pairs
+from mpfs.stats.differences import compare_blocks
+from mpfs.stats.exact import in_columns, pack_distances, unpack_distances, with_exact
+from mpfs.store.pairs import PairRecord, PairTable, put_pairs
 
 pytest_plugins = ["merge_fixtures"]
 
@@ -24,7 +25,7 @@ def test_squared_distance(dtype: torch.dtype) -> None:
     a, b = (torch.randn(1000, generator=generator).to(dtype) for _ in range(2))
     name = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}[dtype]
     a[3], b[7] = torch.inf, torch.nan
-    found = squared_distance(a.view(torch.uint8).numpy().tobytes(), b.view(torch.uint8).numpy().tobytes(), name)
+    found = compare_blocks(a.view(torch.uint8).numpy().tobytes(), b.view(torch.uint8).numpy().tobytes(), name)
     finite = torch.isfinite(a) & torch.isfinite(b)
     assert found == pytest.approx(float(((b.double() - a.double())[finite] ** 2).sum()), rel=1e-12)
 
@@ -113,7 +114,7 @@ def test_a_damaged_record_is_as_good_as_none(lab: Lab) -> None:
 
 def test_records_of_tensors_that_are_gone_are_left_out(lab: Lab) -> None:
     family(1, shapes=SHAPES).add_to(lab)
-    put_pairs(lab.repository._store, {("ab" * 32, "cd" * 32): b"x" * 8})
+    put_pairs(lab.repository._store, {("ab" * 32, "cd" * 32): PairRecord(b"x" * 8)})
     assert PairTable(lab.repository._store.environment).get("ab" * 32, "cd" * 32) is None
 
 
