@@ -26,6 +26,10 @@ MAGIC = b"GGUF"
 MAX_HEADER_SIZE = 1 << 28
 """The longest header that is read, in bytes. Those of models with a vocabulary of 250,000 tokens take some 15 MB."""
 
+MAX_TENSORS = 1 << 18
+MAX_PAIRS = 1 << 16
+"""How many tensors and metadata pairs are read: a hundred times what the largest models have."""
+
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 _LIMIT = 2**63
@@ -163,6 +167,9 @@ def parse(file: BinaryIO, file_size: int, source: str) -> tuple[Header, bytes]:
         cursor.fail(f"it is GGUF version {version}; MPFS reads versions 2 and 3")
     tensor_count = cursor.integer("<Q", "its number of tensors")
     pair_count = cursor.integer("<Q", "its number of metadata pairs")
+    for number, limit, what in ((tensor_count, MAX_TENSORS, "tensors"), (pair_count, MAX_PAIRS, "metadata pairs")):
+        if number > limit:
+            cursor.fail(f"it says that it has {number:,} {what}, and MPFS reads {limit:,}; the file is damaged")
     metadata: dict[str, Value] = {}
     for _ in range(pair_count):
         key = cursor.string("a metadata key")

@@ -10,11 +10,14 @@ import ast
 import os
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from mpfs.errors import FormatError, UnsafeInputError
 from mpfs.formats import sniff
+from mpfs.formats.archive import check_members
 from mpfs.formats.location import opened
 from mpfs.formats.messages import is_unicode, show
 from mpfs.formats.safetensors import METADATA_KEY
@@ -39,7 +42,9 @@ _DTYPES = {
 }
 """NumPy's kind and item size to safetensors' dtype."""
 
-_ENCRYPTED = 0x1
+
+_MAX_DIMENSIONS = 64
+"""What NumPy 2 allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,12 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[Array, ...]:
     """
     source = os.fspath(path)
     try:
-        with opened(source) as (file, _):
+        with opened(source) as (file, size):
             head = file.read(sniff.HEAD_SIZE)
             if not head.startswith((sniff.ZIP_MAGIC, sniff.EMPTY_ZIP_MAGIC)):
                 _fail(source, sniff.foreign(head) or "this is no .npz file: it is no zip archive")
             with zipfile.ZipFile(file) as archive:
-                return _arrays(archive, source)
+                return _arrays(check_members(archive, size, source), archive, source)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error, UnicodeError) as error:
         _fail(source, f"the archive is damaged or was cut off ({error}); download or copy it again")
 
@@ -85,14 +90,12 @@ def read_array(path: str | os.PathLike[str], array: Array) -> bytes:
     try:
         with zipfile.ZipFile(source) as archive, archive.open(array.member) as stream:
             dtype, fortran, shape = _npy_header(stream, array.name, source)
-            data = stream.read()
+            expected = dtype.itemsize * prod(array.shape)
+            data = stream.read(expected + 1)
     except (OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
         _fail(
             source, f"array {show(array.name)} is damaged ({error}); download or copy the file again", tensor=array.name
         )
-    expected = dtype.itemsize
-    for dim in array.shape:
-        expected *= dim
     if shape != array.shape or len(data) != expected:
         _fail(
             source,
@@ -105,22 +108,25 @@ def read_array(path: str | os.PathLike[str], array: Array) -> bytes:
     return values.astype(dtype.newbyteorder("<"), order="C").tobytes()
 
 
-def _arrays(archive: zipfile.ZipFile, source: str) -> tuple[Array, ...]:
+def _arrays(records: Sequence[zipfile.ZipInfo], archive: zipfile.ZipFile, source: str) -> tuple[Array, ...]:
     found: dict[str, Array] = {}
-    for record in archive.infolist():
+    for record in records:
         if record.is_dir():
             continue
         name = record.filename.removesuffix(".npy")
-        if record.flag_bits & _ENCRYPTED:
-            _fail(source, "the archive is encrypted; MPFS asks for no passwords, so unpack it first")
         if name == record.filename:
             _fail(source, f"this is a zip archive, but not one of NumPy's: {show(name)} in it is no .npy file")
-        if name in found:
-            _fail(source, f"there are two arrays {show(name)}", tensor=name)
         if name == METADATA_KEY or not is_unicode(name):
             _fail(source, f"array {show(name)} has a name that no safetensors file can hold; rename it", tensor=name)
         with archive.open(record) as stream:
             dtype, _, shape = _npy_header(stream, name, source)
+            expected, there = dtype.itemsize * prod(shape), record.file_size - stream.tell()
+        if expected != there:
+            _fail(
+                source,
+                f"array {show(name)} has {there:,} bytes where {show(shape)} takes {expected:,}; it is damaged",
+                tensor=name,
+            )
         found[name] = Array(name, _DTYPES[f"{dtype.kind}{dtype.itemsize}"], shape, record.filename)
     if not found:
         _fail(source, "the archive holds no arrays")
@@ -144,7 +150,7 @@ def _npy_header(stream: IO[bytes], name: str, source: str) -> tuple[np.dtype[np.
         table = ast.literal_eval(stream.read(length).decode("utf-8" if start[6] == 3 else "latin-1"))
         descr, fortran, shape = table["descr"], table["fortran_order"], table["shape"]
         plain = isinstance(shape, tuple) and all(type(dim) is int and 0 <= dim < 2**62 for dim in shape)
-        if not plain or type(fortran) is not bool:
+        if not plain or len(shape) > _MAX_DIMENSIONS or type(fortran) is not bool:
             raise ValueError(f"shape {shape!r}")
         if not isinstance(descr, str):
             fail("it has several fields; save each as an array of its own")

@@ -1,7 +1,8 @@
 """Tensors out of torch.save files, without ever running code out of one.
 
 Files are read by torch.load with weights_only=True and nothing else. What that refuses, MPFS refuses. torch does not
-verify the checksums of its own zip archives, so they are verified here first.
+verify the checksums of its own zip archives, so they are verified here first. Of TorchScript programs, which torch would
+compile, `mpfs.formats.torchscript` reads the tensors instead.
 
 Formats: the zip archive of torch >= 1.6 (docs.pytorch.org, "Serialization semantics") and the bare pickles before
 it. torch is imported inside the functions: importing this module is cheap.
@@ -14,13 +15,15 @@ import pickle
 import re
 import stat
 import zipfile
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 from mpfs.errors import BadInputError, FormatError, MPFSError, NotFoundError, UnsafeInputError
-from mpfs.formats import sniff
+from mpfs.formats import sniff, torchscript
+from mpfs.formats.archive import check_members
 from mpfs.formats.messages import count, is_unicode, show
 from mpfs.formats.safetensors import METADATA_KEY
 from mpfs.objects.dtypes import nbytes
@@ -120,6 +123,16 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> Sta
     """
     source = os.fspath(path)
     root = _load(source)
+    if isinstance(root, torchscript.Program):
+        if key not in (None, ROOT):
+            raise NotFoundError(
+                f"{source}: there is no state dict at the key {show(key)}: this is a TorchScript program, which has one",
+                file=source,
+                key=key,
+            )
+        for full, tensor in root.tensors.items():
+            _check_tensor(full, tensor, source)
+        return StateDict(root.tensors, None, root.skipped)
     if not isinstance(root, Mapping):
         _fail(source, f"it holds {_kind(root)}, not a state dict (tensors by name); save model.state_dict() instead")
     chosen = _choose(_candidates(root), key, source)
@@ -180,7 +193,7 @@ def _fail(source: str, problem: str, **details: object) -> NoReturn:
 
 
 def _load(source: str) -> object:
-    """What torch.load makes of the file, with every way in which it fails made one of ours."""
+    """What torch.load makes of the file, or a TorchScript program, with every way in which it fails made one of ours."""
     try:
         if not stat.S_ISREG(os.stat(source).st_mode):
             raise BadInputError(f"{source}: not a regular file", file=source)
@@ -190,6 +203,8 @@ def _load(source: str) -> object:
             problem = "this is no torch file: neither a zip archive nor a pickle of protocol 2 or above"
             _fail(source, sniff.foreign(head) or problem)
         sizes = _check_archive(source) if head.startswith(sniff.ZIP_MAGIC) else None
+        if isinstance(sizes, torchscript.Program):
+            return sizes
         root = _unpickle(source, sizes is not None)
     except FileNotFoundError:
         raise NotFoundError(f"{source}: no such file", file=source) from None
@@ -237,34 +252,37 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
-def _check_archive(source: str) -> set[int]:
-    """Check a zip archive: that it is torch's, stores its records uncompressed, and that their checksums hold.
+def _check_archive(source: str) -> set[int] | torchscript.Program:
+    """Check a zip archive: that it is torch's, stores its tensors uncompressed, and that its checksums hold.
 
-    Returns the sizes in bytes of the records of tensor data.
+    Returns the sizes in bytes of the records of tensor data; or the program, if it is TorchScript's.
     """
     try:
         with zipfile.ZipFile(source) as archive:
-            records = archive.infolist()
-            parts = {name.partition("/")[2] for name in archive.namelist()}
-            if "constants.pkl" in parts or any(part.startswith("code/") for part in parts):
-                raise UnsafeInputError(
-                    f"{source}: this is a TorchScript program, which holds code, and MPFS runs none; save the "
-                    "module's state_dict() or safetensors instead",
-                    file=source,
-                )
-            if "data.pkl" not in parts:
+            records = check_members(archive, os.path.getsize(source), source)
+            is_program = torchscript.is_program(archive.namelist())
+            if "data.pkl" not in {name.partition("/")[2] for name in archive.namelist()}:
                 _fail(source, "this is a zip archive, but not one that torch.save wrote (it has no data.pkl)")
-            if len(set(archive.namelist())) != len(records):
-                _fail(source, "the archive has two records of one name; it is damaged")
             for record in records:
-                if record.compress_type != zipfile.ZIP_STORED:
+                is_code = is_program and record.filename.partition("/")[2].startswith(("code/", "extra/"))
+                if record.compress_type != zipfile.ZIP_STORED and not is_code:
                     _fail(source, f"{show(record.filename)} in it is compressed; torch stores it plain. Save it again")
                 # torch can be told to write no checksums; it then writes 0.
                 if record.CRC:
                     with archive.open(record) as stream:
                         while stream.read(_CHUNK):
                             pass
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, RuntimeError, UnicodeError) as error:
+            if is_program:
+                return torchscript.read_program(source, archive)
+    except (
+        zipfile.BadZipFile,
+        EOFError,
+        NotImplementedError,
+        ValueError,
+        RuntimeError,
+        UnicodeError,
+        zlib.error,
+    ) as error:
         _fail(source, f"the archive is damaged or was cut off ({_first_line(error)}); download or copy it again")
     return {record.file_size for record in records if "/data/" in record.filename}
 

@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -23,6 +24,7 @@ from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from mpfs.errors import BadInputError, FormatError, MPFSError, NotFoundError, UnsafeInputError
+from mpfs.formats.archive import BoundedGzip, check_members
 from mpfs.formats.messages import show
 from mpfs.formats.tree import SKIPPED_NAMES, SKIPPED_SUFFIXES, FoundFile
 from mpfs.ingest.source import SourceFile
@@ -55,6 +57,7 @@ def open_source(source: str, options: Mapping[str, Any] | None = None) -> Path |
         return Path(source)
     with _our_errors(_shown(source)):
         system, root = fsspec.core.url_to_fs(source, **dict(options or {}))
+        _refuse_bombs(system, _shown(source))
     if isinstance(system, LocalFileSystem):
         return Path(root)
     return RemoteTree(system, root.rstrip("/"), _shown(source))
@@ -68,8 +71,9 @@ def open_archive(path: Path) -> tuple[RemoteTree, int]:
     """
     protocol = "zip" if path.name.endswith((".zip", ".whl")) else "tar"
     with _our_errors(str(path)):
-        options = {"compression": "gzip"} if path.name.endswith((".tgz", ".tar.gz")) else {}
-        system = fsspec.filesystem(protocol, fo=str(path), skip_instance_cache=True, **options)
+        packed = path.name.endswith((".tgz", ".tar.gz"))
+        system = fsspec.filesystem(protocol, fo=BoundedGzip(path) if packed else str(path), skip_instance_cache=True)
+        _refuse_bombs(system, str(path))
         files = [place for place in system.find("") if SKIPPED_NAMES.isdisjoint(place.split("/"))]
     for place in files:
         if ".." in place.split("/"):
@@ -82,6 +86,13 @@ def open_archive(path: Path) -> tuple[RemoteTree, int]:
             break
     inside = sum(place.startswith(f"{root}/") for place in files) if root else len(files)
     return RemoteTree(system, root, str(path), pinned=True), len(files) - inside
+
+
+def _refuse_bombs(system: Any, shown: str) -> None:
+    """Look at a zip archive's directory before anything is taken out of it."""
+    archive = getattr(system, "zip", None)
+    if isinstance(archive, zipfile.ZipFile):
+        check_members(archive, system.fo.seek(0, os.SEEK_END), shown)
 
 
 class RemoteTree:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import random
 import struct
+import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -205,6 +207,40 @@ NPZ_DAMAGES: Mapping[str, Callable[[bytes], bytes]] = {
     ),
 }
 """Ways to break an uncompressed archive, with an array of at least one byte as its first."""
+
+
+# -- bombs ----------------------------------------------------------------------------------------------------------
+
+
+def deflated_zeros(head: bytes, size: int) -> bytes:
+    """A raw deflate stream (RFC 1951) of `head` and then `size` zeros, a thousandth as long and made in no time."""
+    chunk = 1 << 24
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    begin = packer.compress(head) + packer.flush(zlib.Z_FULL_FLUSH)
+    zeros = packer.compress(bytes(chunk)) + packer.flush(zlib.Z_FULL_FLUSH)
+    return begin + zeros * (size // chunk) + packer.compress(bytes(size % chunk)) + packer.flush()
+
+
+def zip_bomb(members: Mapping[str, tuple[bytes, int]]) -> bytes:
+    """A zip archive whose members unpack to some bytes and then as many zeros. Their checksums are wrong."""
+    body = directory = b""
+    for name, (head, size) in members.items():
+        packed = deflated_zeros(head, size)
+        common = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 1, len(packed), len(head) + size, len(name), 0)
+        directory += b"PK\x01\x02" + struct.pack("<H", 20) + common + struct.pack("<HHHLL", 0, 0, 0, 0, len(body))
+        directory += name.encode()
+        body += b"PK\x03\x04" + common + name.encode() + packed
+    end = struct.pack("<HHHHLLH", 0, 0, len(members), len(members), len(directory), len(body), 0)
+    return body + directory + b"PK\x05\x06" + end
+
+
+def tar_gz_bomb(name: str, size: int) -> bytes:
+    """A .tar.gz of one file of zeros."""
+    info = tarfile.TarInfo(name)
+    info.size = size
+    head = info.tobuf()
+    trailer = struct.pack("<LL", 0, (len(head) + size) & 0xFFFFFFFF)
+    return b"\x1f\x8b\x08\0\0\0\0\0\x02\xff" + deflated_zeros(head, size) + trailer
 
 
 # -- torch ----------------------------------------------------------------------------------------------------------

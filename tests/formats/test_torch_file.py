@@ -185,16 +185,9 @@ class TestUnsafe:
             read_state_dict(saved({**MODEL, "x": Payload(f"touch {tmp_path / 'executed'}")}))
         assert not (tmp_path / "executed").exists()
 
-    def test_modules_and_scripts(self, saved: Saved, tmp_path: Path) -> None:
+    def test_modules(self, saved: Saved) -> None:
         with pytest.raises(UnsafeInputError, match="Linear"):
             read_state_dict(saved(torch.nn.Linear(2, 2)))
-        # What torch.jit.save leaves in its archive, without the deprecated call.
-        with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
-            archive.writestr("script/data.pkl", b"\x80\x02}.")
-            archive.writestr("script/code/__torch__.py", "")
-            archive.writestr("script/constants.pkl", b"\x80\x02).")
-        with pytest.raises(UnsafeInputError, match="TorchScript"):
-            read_state_dict(tmp_path / "script.pt")
 
 
 class TestDamage:
