@@ -8,11 +8,13 @@ from pathlib import Path
 
 from mpfs.ingest import lineage
 from mpfs.ingest.importer import Ingested, ingest
+from mpfs.ingest.pairs import BaseModel
 from mpfs.ingest.remote import RemoteTree
 from mpfs.objects import Commit, Input, ObjectId, Snapshot, Tensor, object_id
 from mpfs.objects.encoding import Json
 from mpfs.objects.progress import Progress
 from mpfs.store import RefMove, Store, Writer
+from mpfs.store.pairs import put_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class ImportReport:
     """What an import did. Bytes: `bytes` of the checkpoint, `bytes_written` of new blocks. `new_commit` is False when
     the ref already held just this. `skipped` are entries of the source that are no weights. `known_bytes` are of files
     that an earlier import had read, and that were not read again; their blocks count as deduplicated. `notes` are for a
-    person. `base` is what the commit has as its base, by name; `stated_bases` are what the model's own files name."""
+    person. `base` is what the commit has as its base, by name; `stated_bases` are what the model's own files name. `pairs` counts the tensors
+    that were compared with the base's."""
 
     commit: ObjectId
     ref: str
@@ -37,6 +40,7 @@ class ImportReport:
     notes: tuple[str, ...] = ()
     base: str | None = None
     stated_bases: tuple[str, ...] = ()
+    pairs: int = 0
 
     def as_json(self) -> Json:
         """The JSON form."""
@@ -74,6 +78,7 @@ def import_checkpoint(
             key=key,
             strip_prefix=strip_prefix,
             known_to=None if verify else store,
+            base=None if base is None else BaseModel(store, base.commit),
             threads=threads,
             progress=progress,
         )
@@ -84,6 +89,7 @@ def import_checkpoint(
         same = current is not None and current.snapshot == snapshot and (not inputs or current.inputs == inputs)
         if same and tip is not None:
             writer.flush()
+            put_pairs(store, found.pairs)
             identity = tip
         else:
             name, place = source.name, str(source)
@@ -105,6 +111,7 @@ def import_checkpoint(
                 snapshot=found.snapshot,
                 commit=commit,
                 move=RefMove(ref, tip, "branch", _text(f"import: {source}")),
+                pairs=found.pairs,
             )
         figures = writer.figures
     return ImportReport(
@@ -123,6 +130,7 @@ def import_checkpoint(
         notes=(*found.notes, *notes),
         base=None if base is None else base.name,
         stated_bases=found.stated_bases,
+        pairs=len(found.pairs),
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpfs.errors import BadInputError
@@ -14,11 +14,13 @@ from mpfs.ingest.files import source_files
 from mpfs.ingest.incoming import Incoming
 from mpfs.ingest.lineage import stated_bases
 from mpfs.ingest.look import Choice, Found, look_at
-from mpfs.ingest.pipeline import store_tensors
+from mpfs.ingest.pairs import BaseModel
+from mpfs.ingest.pipeline import TensorJob, store_tensors
 from mpfs.ingest.remote import RemoteTree
 from mpfs.objects import File, ManifestFile, Snapshot, Tensor, object_id
 from mpfs.objects.progress import Progress
 from mpfs.store import Store, Writer
+from mpfs.store.pairs import Pair, PairRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Ingested:
     """What an import found and staged: objects that are not published yet. `size` is the snapshot's, in bytes.
 
     `skipped` are entries of torch checkpoints that are not weights, by dotted path. `manifest` are the source's files.
-    `stated_bases` are what it says that it was fine-tuned from. `known_bytes` and `known_blocks` were not read, as an earlier import had read the same files. `notes` are for a person.
+    `stated_bases` are what it says that it was fine-tuned from. `pairs` is how its tensors differ from the base's. `known_bytes` and `known_blocks` were not read, as an earlier import had read the same files. `notes` are for a person.
     """
 
     snapshot: Snapshot
@@ -37,6 +39,7 @@ class Ingested:
     known_blocks: int = 0
     notes: tuple[str, ...] = ()
     stated_bases: tuple[str, ...] = ()
+    pairs: Mapping[Pair, PairRecord] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -52,6 +55,7 @@ def ingest(
     key: str | None = None,
     strip_prefix: str | None = None,
     known_to: Store | None = None,
+    base: BaseModel | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Ingested:
@@ -64,10 +68,12 @@ def ingest(
         key: which state dict of a torch file to take, where it holds several.
         strip_prefix: taken off the names of tensors of torch and .npz files.
         known_to: the writer's store, if files that an earlier import has read need not be read again.
+        base: what it is compared with on the way, but for files that are not read again.
         threads: worker threads; default: the number of CPUs.
         progress: told the bytes staged, of all.
 
     Raises:
+        IntegrityError: a block of the base is missing or damaged.
         NotFoundError: there is nothing at `source`, or nothing under `key`.
         BadInputError: it is damaged, unsafe or no checkpoint; the subclasses tell which.
     """
@@ -75,7 +81,7 @@ def ingest(
         found = look_at(source, Choice(key, strip_prefix), files)
         found.incoming.sort(key=lambda item: item.path)
         _refuse_impossible(source, found.incoming)
-        staging = _Staging(found, writer, block_size, known_to)
+        staging = _Staging(found, writer, block_size, known_to, base)
         # Closed before the files are: when this fails no worker may still be reading.
         with closing(staging.run(threads, progress)) as described:
             snapshot = Snapshot(tuple(described))
@@ -90,19 +96,23 @@ def ingest(
         staging.known_blocks,
         tuple(found.notes),
         stated_bases(found.stated),
+        {} if base is None else base.records(snapshot.tensors),
     )
 
 
 class _Staging:
     """Storing what was found, file by file, but for what is known already."""
 
-    def __init__(self, found: Found, writer: Writer, block_size: int, known_to: Store | None) -> None:
+    def __init__(
+        self, found: Found, writer: Writer, block_size: int, known_to: Store | None, base: BaseModel | None
+    ) -> None:
         self.tensors: dict[Tensor, None] = {}
         self.known_bytes = 0
         self.known_blocks = 0
         self._found = found
         self._writer = writer
         self._block_size = block_size
+        self._base = base
         self._sha256: dict[str, str] = {}
         self._known: dict[str, known.KnownFile] = {}
         for item in found.incoming if known_to is not None else ():
@@ -116,7 +126,7 @@ class _Staging:
     def run(self, threads: int | None, progress: Progress | None) -> Generator[File, None, None]:
         """The files of the snapshot, in order. A generator, to be closed."""
         incoming = self._found.incoming
-        unknown = (job for item in incoming if item.path not in self._known for job in item.jobs())
+        unknown = (job for item in incoming if item.path not in self._known for job in self._jobs(item))
         total = sum(item.size for item in incoming)
         with closing(
             store_tensors(
@@ -131,6 +141,11 @@ class _Staging:
         ) as stored:
             for item in incoming:
                 yield item.described(iter([object_id(tensor.encode()) for tensor in self._tensors_of(item, stored)]))
+
+    def _jobs(self, item: Incoming) -> Iterator[TensorJob]:
+        names = [None, *(name for name, _ in item.parts)]
+        for name, job in zip(names, item.jobs(), strict=True):
+            yield job if name is None or self._base is None else self._base.compared(f"{item.prefix}{name}", job)
 
     def manifest(self) -> tuple[ManifestFile, ...]:
         """The source's files, with the hashes of those that were not stored as they are taken now."""

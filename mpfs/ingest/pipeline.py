@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Protocol
 
 from mpfs.ingest.source import ByteSource
-from mpfs.objects import Tensor
+from mpfs.objects import BlockId, Tensor
 from mpfs.objects.dtypes import nbytes
 from mpfs.objects.progress import Progress
 from mpfs.objects.tensor import first_element
@@ -39,6 +39,16 @@ class Digest(Protocol):
         """Take more bytes."""
 
 
+class Companion(Protocol):
+    """Whoever looks at a tensor's blocks as they come in, on any thread and in any order."""
+
+    def announce(self, offsets: Sequence[int], /) -> None:
+        """The blocks at these offsets within the tensor, in bytes, will come next."""
+
+    def take(self, offset: int, block: BlockId, data: bytes, /) -> None:
+        """A block: its offset, id and bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorJob:
     """A tensor to be stored: dtype, shape and bytes. `digest` is told the bytes in order, over all jobs that share it."""
@@ -47,6 +57,7 @@ class TensorJob:
     shape: tuple[int, ...]
     source: ByteSource
     digest: Digest | None = None
+    companion: Companion | None = None
 
     @property
     def nbytes(self) -> int:
@@ -132,6 +143,7 @@ def store_tensors(
     with ThreadPoolExecutor(count, thread_name_prefix="mpfs-import") as executor:
         try:
             for run in _runs(jobs, block_size):
+                _announce(run)
                 queue.append((run, executor.submit(_stage, run)))
                 while len(queue) >= window:
                     yield from finish_one()
@@ -173,10 +185,21 @@ def _pieces(job: TensorJob, block_size: int) -> Iterator[_Piece]:
         yield _Piece(job, offset, end - offset, first_element(job.dtype, block_size, index), end == size)
 
 
+def _announce(run: _Run) -> None:
+    for _, group in groupby(run.pieces, key=lambda piece: id(piece.job)):
+        pieces = list(group)
+        companion = pieces[0].job.companion
+        if companion is not None:
+            companion.announce([piece.offset for piece in pieces if piece.size])
+
+
 def _stage(run: _Run) -> list[StagedBlock | None]:
-    return [
-        stage_block(bytes(piece.job.source.read(piece.offset, piece.size)), piece.job.dtype, piece.first)
-        if piece.size
-        else None
-        for piece in run.pieces
-    ]
+    return [_stage_piece(piece) if piece.size else None for piece in run.pieces]
+
+
+def _stage_piece(piece: _Piece) -> StagedBlock:
+    job = piece.job
+    staged = stage_block(bytes(job.source.read(piece.offset, piece.size)), job.dtype, piece.first)
+    if job.companion is not None:
+        job.companion.take(piece.offset, staged.block, staged.data)
+    return staged

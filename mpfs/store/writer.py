@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time as clock
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -19,6 +19,7 @@ from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
 from mpfs.store.blocks import RAW, BlockInfo, read_ahead, stats_key
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.objects import put_object
+from mpfs.store.pairs import Pair, PairRecord, pairs_size, put_pair_records
 from mpfs.store.refs import RefKind, set_ref
 from mpfs.store.seal import seal
 
@@ -132,10 +133,11 @@ class Writer:
         move: RefMove,
         plan: Plan | None = None,
         run: Callable[[ObjectId], Run] | None = None,
+        pairs: Mapping[Pair, PairRecord] | None = None,
     ) -> ObjectId:
         """Store the objects of a commit and move a ref to it, all at once; the commit's id.
 
-        `run` makes the run's record from the commit's id.
+        `run` makes the run's record from the commit's id. `pairs` are statistics of pairs of tensors.
 
         Raises:
             RefConflictError: the ref is not where it was expected; nothing is published.
@@ -146,11 +148,13 @@ class Writer:
         tensors = list(tensors)
         # Half of a tensor's object is its block ids in hex.
         needed = sum(2 * BLOCK_ID_SIZE * len(tensor.blocks) for tensor in tensors) + (1 << 20)
+        needed += pairs_size(pairs or {})
         with self._environment.write(needed) as txn:
             self._place(txn)
             for tensor in tensors:
                 _require_blocks(txn, tensor)
                 put_object(txn, tensor)
+            put_pair_records(txn, pairs or {})
             put_object(txn, snapshot)
             if plan is not None:
                 put_object(txn, plan)
