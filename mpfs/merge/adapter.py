@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
-
 from mpfs.errors import BadInputError, MismatchError
 from mpfs.formats.peft import CONFIG_PATH, Adapter, LowRank, Replacement, read_adapter
 from mpfs.merge.architecture import is_head
+from mpfs.merge.deferred import torch
 from mpfs.merge.derived import Derivation, derive, read_rows, rows_at_a_time, stage_chunks
 from mpfs.merge.models import Model
-from mpfs.merge.numeric import to_bytes, to_torch
+from mpfs.merge.numeric import to_bytes, to_torch, torch_dtype
 from mpfs.objects import Input, ObjectId, Tensor
 from mpfs.objects.dtypes import MERGEABLE
 from mpfs.store import BlockReader, Store, Writer
@@ -93,7 +92,7 @@ class _Work:
         return result
 
     def _changed(self, change: LowRank, old: Tensor) -> Iterator[bytes]:
-        wide = torch.float64 if old.dtype == "F64" else torch.float32
+        wide = "F64" if old.dtype == "F64" else "F32"
         down, up = self._whole(change.down, wide), self._whole(change.up, wide)
         # The rows of the stored weight are those of `left`·`right`.
         left, right = (down.T.contiguous(), up.T.contiguous()) if change.transposed else (up, down)
@@ -112,18 +111,18 @@ class _Work:
         if not change.transposed:
             for start, data in chunks:
                 rows = changed(start, data)
-                length = torch.linalg.vector_norm(rows.double(), dim=1).to(wide)
+                length = torch.linalg.vector_norm(rows.double(), dim=1).to(torch_dtype(wide))
                 factor = (wanted[start : start + len(rows)] / length).reshape(-1, 1)
                 yield to_bytes((rows * factor).reshape(-1), old.dtype)
             return
         squares = torch.zeros(old.shape[1], dtype=torch.float64)
         for start, data in chunks:
             squares += changed(start, data).double().square().sum(0)
-        factor = (wanted / squares.sqrt().to(wide)).reshape(1, -1)
+        factor = (wanted / squares.sqrt().to(torch_dtype(wide))).reshape(1, -1)
         for start, data in read_rows(old, self.blocks, f"{change.target} of {self.model.ref.name}", step):
             yield to_bytes((changed(start, data) * factor).reshape(-1), old.dtype)
 
-    def _whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _whole(self, name: str, dtype: str) -> torch.Tensor:
         """A small tensor of the adapter."""
         tensor = self.adapter.tensors[name].tensor
         data = bytearray().join(
@@ -136,7 +135,7 @@ class _Work:
         if item.scale is None and (old is None or old.dtype == new.dtype or not {old.dtype, new.dtype} <= MERGEABLE):
             return new
         dtype = new.dtype if old is None else old.dtype
-        wide = torch.float64 if "F64" in (dtype, new.dtype) else torch.float32
+        wide = "F64" if "F64" in (dtype, new.dtype) else "F32"
         where = f"{item.source} of {self.adapter.ref.name}"
         chunks: Iterator[torch.Tensor] = (
             to_torch(data, new.dtype, wide) for _, data in read_rows(new, self.blocks, where, rows_at_a_time(new))
@@ -187,7 +186,7 @@ def with_delta(store: Store, name: str, model: Model, delta: Model, author: str)
 
 
 def _sum(old: Tensor, delta: Tensor, blocks: BlockReader, name: str) -> Iterator[bytes]:
-    wide = torch.float64 if "F64" in (old.dtype, delta.dtype) else torch.float32
+    wide = "F64" if "F64" in (old.dtype, delta.dtype) else "F32"
     step = min(rows_at_a_time(old), rows_at_a_time(delta))
     pairs = zip(read_rows(old, blocks, name, step), read_rows(delta, blocks, name, step), strict=True)
     for (_, ours), (_, theirs) in pairs:

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import torch
 
 from mpfs.errors import IntegrityError, MPFSError
 from mpfs.merge.compile import column_blocks
+from mpfs.merge.conversion import TYPES, converted
+from mpfs.merge.deferred import torch
 from mpfs.merge.inputs import promote
 from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn
 from mpfs.merge.models import ModelTensor
-from mpfs.merge.numeric import to_torch, torch_dtype
+from mpfs.merge.numeric import to_torch
 from mpfs.merge.operators import Column
 from mpfs.objects import BlockId, ObjectId, Plan, PlanTensor, Tensor
 from mpfs.stats.stored import blocks_per_column
@@ -53,6 +54,16 @@ class ReadLedger:
         """Note (before reading) base blocks with their sizes."""
         with self._lock:
             self._base.update(blocks)
+
+    @property
+    def expert_blocks(self) -> dict[BlockId, int]:
+        """The distinct expert blocks read, with their sizes."""
+        return dict(self._expert)
+
+    @property
+    def base_blocks(self) -> dict[BlockId, int]:
+        """The distinct base blocks read, with their sizes."""
+        return dict(self._base)
 
     @property
     def expert_bytes(self) -> int:
@@ -104,7 +115,7 @@ class DeltaIterator:
         inputs: PlanInputs,
         reader: BlockReader,
         ledger: ReadLedger,
-        work: torch.dtype,
+        work: str,
     ) -> None:
         self._plan = plan
         self._tensor = tensor
@@ -141,6 +152,10 @@ class DeltaIterator:
 
     def prefetch(self, columns: Iterable[int]) -> None:
         """Ask the disk for what these columns will read."""
+        self._reader.prefetch(self.wanted(columns))
+
+    def wanted(self, columns: Iterable[int]) -> list[BlockId]:
+        """The blocks that these columns will read."""
         wanted: list[BlockId] = []
         for column in columns:
             if self._inputs.base is not None:
@@ -148,7 +163,7 @@ class DeltaIterator:
             for index in range(len(self._inputs.experts)):
                 if column in self._selected[index]:
                     wanted.extend(block for block, _ in self._differing(index, column))
-        self._reader.prefetch(wanted)
+        return wanted
 
     def read(self, column: int) -> Column:
         """One column, in the work dtype.
@@ -209,12 +224,11 @@ class DeltaIterator:
             raise
 
     def _bits(self, run: tuple[BlockId, ...], data: Mapping[BlockId, memoryview], dtype: str) -> Bits:
-        work = work_dtype(self._plan, self._inputs)
+        work = self._work
         buffer = data[run[0]] if len(run) == 1 else bytearray().join(data[block] for block in run)
         if dtype == work:
             return np.frombuffer(buffer, BIT_TYPES[work])
-        converted = to_torch(bytearray(buffer), dtype, self._work)
-        return converted.view(torch.uint8).numpy().view(BIT_TYPES[work])
+        return converted(np.frombuffer(buffer, TYPES[dtype]), dtype, work).view(BIT_TYPES[work])
 
     def _expert(
         self, index: int, column: int, base: torch.Tensor | None, base_data: dict[BlockId, bytes]
@@ -252,11 +266,6 @@ def work_dtype(plan: Plan, inputs: PlanInputs) -> str:
     """The stored name of the dtype that a tensor's arithmetic runs in."""
     dtypes = {item.tensor.dtype for item in inputs.experts} | ({inputs.base.tensor.dtype} if inputs.base else set())
     return plan.work_dtype or promote(dtypes)
-
-
-def torch_work_dtype(plan: Plan, inputs: PlanInputs) -> torch.dtype:
-    """The same, as torch names it."""
-    return torch_dtype(work_dtype(plan, inputs))
 
 
 def _joined(run: Iterable[BlockId], data: dict[BlockId, bytes]) -> bytearray:

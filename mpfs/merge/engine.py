@@ -14,21 +14,19 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import sqrt
 
-import numpy as np
-import torch
-
 from mpfs.errors import MPFSError
-from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks, torch_work_dtype
+from mpfs.merge.conversion import TYPES, converted
+from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks, work_dtype
 from mpfs.merge.kernels.backend import kernels
+from mpfs.merge.kernels.columns import BitsColumns
 from mpfs.merge.kernels.stored import StoredColumns
 from mpfs.merge.numeric import to_bytes
-from mpfs.merge.operators import LeftOut, Operator, Parameters, Prepared, TensorContext, get_operator
+from mpfs.merge.operators import Column, LeftOut, Operator, Parameters, Prepared, TensorContext, get_operator
 from mpfs.merge.operators.base import FastPath
-from mpfs.merge.operators.fast import STORED
+from mpfs.merge.threads import OneThreadEach
 from mpfs.objects import BlockId, Plan, PlanTensor, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.objects.encoding import Json, decode, encode
@@ -36,10 +34,10 @@ from mpfs.objects.progress import Progress
 from mpfs.stats import delta_gram
 from mpfs.stats.staging import stage_block
 from mpfs.stats.stored import column_records
-from mpfs.store import StagedBlock, Store, Writer, reuse_key
+from mpfs.store import BlockReader, StagedBlock, Store, WriteFigures, Writer, reuse_key
 
 DEFAULT_MEMORY = 1 << 30
-_FIXED_MEMORY = 512 << 20
+FIXED_MEMORY = 512 << 20
 """Of the memory bound, what the interpreter, torch and the writer's batches take."""
 
 _AHEAD = 2
@@ -51,7 +49,7 @@ _COPIES = 4
 
 @dataclass(slots=True)
 class Outcome:
-    """What running a plan produced: the output tensors by name, and what was read, reused and computed."""
+    """What running a plan produced: the output tensors by name, and what was read, reused, computed and written."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     expert_bytes_read: int = 0
@@ -59,10 +57,11 @@ class Outcome:
     blocks_kept: int = 0
     blocks_computed: int = 0
     blocks_reused: int = 0
+    written: WriteFigures = field(default_factory=WriteFigures)
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     """A planned tensor at work: what its columns need. `description` is what their results depend on, besides blocks."""
 
     tensor: PlanTensor
@@ -84,7 +83,7 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class Result:
     """A column's output: found (`reused`) or computed blocks, and the key to remember computed ones by."""
 
     key: bytes
@@ -96,9 +95,9 @@ class _Result:
 class _InFlight:
     """A column on its way."""
 
-    job: _Job
+    job: Job
     column: int
-    result: Future[_Result]
+    result: Future[Result]
 
 
 def execute(
@@ -128,35 +127,28 @@ def execute(
         IntegrityError: an input block is missing or damaged.
         NotFoundError: an input of the plan is not in this repository.
     """
-    inputs = {tensor.name: PlanInputs.load(store.objects, tensor) for tensor in plan.tensors}
-    allowed: set[BlockId] = set()
-    for tensor in plan.tensors:
-        allowed |= planned_blocks(tensor, inputs[tensor.name])
-    count = threads or os.cpu_count() or 1
-    run = _Execution(plan, store, writer, inputs, ReadLedger(allowed), reuse, count, memory, fast)
-    return run.run(progress)
+    run = Execution(plan, store, writer, reuse, threads or os.cpu_count() or 1, memory, fast)
+    try:
+        return run.run(progress)
+    finally:
+        run.torch.restore()
 
 
-class _Execution:
-    """One execution of a plan."""
+class Execution:
+    """One execution of a plan. Blocks are read by `reader`."""
 
     def __init__(
-        self,
-        plan: Plan,
-        store: Store,
-        writer: Writer,
-        inputs: dict[str, PlanInputs],
-        ledger: ReadLedger,
-        reuse: bool,
-        threads: int,
-        memory: int,
-        fast: bool,
+        self, plan: Plan, store: Store, writer: Writer, reuse: bool, threads: int, memory: int, fast: bool
     ) -> None:
         self.plan = plan
         self.store = store
         self.writer = writer
-        self.inputs = inputs
-        self.ledger = ledger
+        self.reader: BlockReader = store.blocks
+        self.inputs = {tensor.name: PlanInputs.load(store.objects, tensor) for tensor in plan.tensors}
+        allowed: set[BlockId] = set()
+        for tensor in plan.tensors:
+            allowed |= planned_blocks(tensor, self.inputs[tensor.name])
+        self.ledger = ReadLedger(allowed)
         self.reuse = reuse
         self.threads = threads
         self.memory = memory
@@ -164,25 +156,26 @@ class _Execution:
         self.stopping = threading.Event()
         self.operator = get_operator(plan.method)
         self.outcome = Outcome()
+        self.torch = OneThreadEach()
 
     def run(self, progress: Progress | None) -> Outcome:
-        total = sum(_computed_bytes(tensor) for tensor in self.plan.tensors if tensor.action == "compute")
+        total = sum(computed_bytes(tensor) for tensor in self.plan.tensors if tensor.action == "compute")
         done = 0
         queue: deque[_InFlight] = deque()
 
         def finish_one() -> None:
             nonlocal done
             item = queue.popleft()
-            done += self._finish(item.job, item.column, item.result.result())
+            done += self.finish(item.job, item.column, item.result.result())
             if progress is not None:
                 progress(done, total)
 
-        with _one_thread_per_operation(self.threads) as executor:
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="mpfs-merge") as executor:
             try:
                 for job in self._jobs(executor):
                     window = 8 * self.threads
                     for columns in job.columns.batches():
-                        known = [self._look_up(job, column) for column in columns]
+                        known = [self.look_up(job, column) for column in columns]
                         unknown = [column for column, found in zip(columns, known, strict=True) if not found.reused]
                         if unknown:
                             window = self._window(job)
@@ -190,93 +183,100 @@ class _Execution:
                         for column, found in zip(columns, known, strict=True):
                             while len(queue) >= window:
                                 finish_one()
-                            queue.append(_InFlight(job, column, executor.submit(self._column, job, column, found)))
+                            queue.append(_InFlight(job, column, executor.submit(self.column, job, column, found)))
                 while queue:
                     finish_one()
             finally:
                 self.stopping.set()
                 for item in queue:
                     item.result.cancel()
+        return self.finished()
+
+    def finished(self) -> Outcome:
+        """What came out, once all is done."""
         # Tensors are finished in any order; the output has the plan's.
         self.outcome.tensors = {tensor.name: self.outcome.tensors[tensor.name] for tensor in self.plan.tensors}
         self.outcome.expert_bytes_read = self.ledger.expert_bytes
         self.outcome.base_bytes_read = self.ledger.base_bytes
         return self.outcome
 
-    def _jobs(self, executor: ThreadPoolExecutor) -> Iterator[_Job]:
+    def _jobs(self, executor: ThreadPoolExecutor) -> Iterator[Job]:
         """The tensors to compute, prepared; those to keep are dealt with on the way."""
         wanted = [tensor for tensor in self.plan.tensors if tensor.action != "keep"]
         for tensor in self.plan.tensors:
             if tensor.action == "keep":
-                self._keep(tensor)
-        coming: deque[Future[_Job]] = deque()
-        with ThreadPoolExecutor(
-            _AHEAD, thread_name_prefix="mpfs-prepare", initializer=torch.set_num_threads, initargs=(1,)
-        ) as preparers:
+                self.keep(tensor)
+        coming: deque[Future[Job]] = deque()
+        with ThreadPoolExecutor(_AHEAD, thread_name_prefix="mpfs-prepare") as preparers:
             try:
                 for tensor in wanted[:_AHEAD]:
-                    coming.append(preparers.submit(self._job, tensor, executor))
+                    coming.append(preparers.submit(self.job, tensor, executor))
                 for index in range(len(wanted)):
                     if index + _AHEAD < len(wanted):
-                        coming.append(preparers.submit(self._job, wanted[index + _AHEAD], executor))
+                        coming.append(preparers.submit(self.job, wanted[index + _AHEAD], executor))
                     job = coming.popleft().result()
                     if job.remaining:
                         yield job
                     else:
-                        self._finish_tensor(job)
+                        self.finish_tensor(job)
             finally:
                 self.stopping.set()
                 for future in coming:
                     future.cancel()
 
-    def _window(self, job: _Job) -> int:
-        """How many columns may be in flight: each holds its inputs in the work dtype, and operators' temporaries.
+    def _window(self, job: Job) -> int:
+        """How many columns may be in flight."""
+        return max(1, min(8 * self.threads, (self.memory - FIXED_MEMORY) // self.in_flight(job)))
+
+    def in_flight(self, job: Job) -> int:
+        """The memory that a column takes while it is computed, in bytes: its inputs in the work dtype, and operators'
+        temporaries.
 
         Kernels take what lies in the map as it is, and make the result only, which is copied once.
         """
-        work = job.context.dtype.itemsize
+        work = itemsize(job.context.work)
         inputs = self.inputs[job.tensor.name]
         dtypes = {item.tensor.dtype for item in (inputs.base, *inputs.experts) if item is not None}
         copies = (len(job.tensor.experts) + 2) * _COPIES
         if self._path(job) is not None:
-            copies = 3 if dtypes == {STORED[job.context.dtype]} else len(job.tensor.experts) + 5
-        column = copies * max(1, job.tensor.column_elements) * work
-        return max(1, min(8 * self.threads, (self.memory - _FIXED_MEMORY) // column))
+            copies = 3 if dtypes == {job.context.work} else len(job.tensor.experts) + 5
+        return copies * max(1, job.tensor.column_elements) * work
 
-    def _keep(self, tensor: PlanTensor) -> None:
+    def keep(self, tensor: PlanTensor) -> None:
+        """A tensor that comes out as it went in."""
         base = self.inputs[tensor.name].base
         if base is None:
             raise MPFSError(f"the plan keeps {tensor.name}, but names no tensor to keep")
         self.outcome.tensors[tensor.name] = base.tensor
         self.outcome.blocks_kept += len(base.tensor.blocks)
 
-    def _job(self, tensor: PlanTensor, executor: ThreadPoolExecutor) -> _Job:
+    def job(self, tensor: PlanTensor, executor: ThreadPoolExecutor) -> Job:
         """On a thread of its own: get a tensor ready."""
         inputs = self.inputs[tensor.name]
-        work = torch_work_dtype(self.plan, inputs)
+        work = work_dtype(self.plan, inputs)
         context = TensorContext(
             name=tensor.name,
             numel=tensor.numel,
-            dtype=work,
+            work=work,
             seed=self.plan.seed,
             expert_keys=expert_keys(self.plan, tensor),
             left_out=left_out(self.store, tensor, inputs),
             shape=tensor.shape,
         )
         parameters = Parameters(tensor.shared, tensor.parameters)
-        columns = DeltaIterator(self.plan, tensor, inputs, self.store.blocks, self.ledger, work)
+        columns = DeltaIterator(self.plan, tensor, inputs, self.reader, self.ledger, work)
         nbytes = tensor.numel * itemsize(tensor.dtype)
         blocks = [b""] * -(-nbytes // self.plan.block_size)
         if inputs.base is not None and inputs.base.tensor.dtype == tensor.dtype:
             blocks = list(inputs.base.tensor.blocks)
         count = len(tensor.columns)
         description = self._description(tensor, inputs, context)
-        job = _Job(tensor, self.operator, context, parameters, columns, blocks, count, description)
+        job = Job(tensor, self.operator, context, parameters, columns, blocks, count, description)
         job.prepared = self._prepare(job, executor)
         job.description = {**description, "prepared": dict(job.prepared)}
         return job
 
-    def _path(self, job: _Job) -> FastPath | None:
+    def _path(self, job: Job) -> FastPath | None:
         """How kernels do a tensor; only asked for when something is computed, since numba takes its time to load."""
         if not job.path_known:
             found = kernels() if self.fast and job.tensor.experts else None
@@ -284,7 +284,7 @@ class _Execution:
             job.path_known = True
         return job.path
 
-    def _prepare(self, job: _Job, executor: ThreadPoolExecutor) -> Prepared:
+    def _prepare(self, job: Job, executor: ThreadPoolExecutor) -> Prepared:
         if type(job.operator).prepare is Operator.prepare or not job.tensor.experts:
             return {}
         description = {
@@ -298,11 +298,20 @@ class _Execution:
             return dict(decode(known, "prepared")["values"])
         path = self._path(job)
         if path is not None:
-            prepared = path.prepare(StoredColumns(job.columns, executor, 2 * self.threads, self.stopping))
+            prepared = path.prepare(self.passes(job.columns, executor))
         else:
-            prepared = job.operator.prepare(job.context, job.parameters, lambda: iter(job.columns))
+            self.torch.on_this_thread()
+            prepared = job.operator.prepare(job.context, job.parameters, lambda: self.stream(job.columns))
         self.writer.put_reuse(key, encode({"kind": "prepared", "values": dict(prepared)}))
         return prepared
+
+    def passes(self, columns: DeltaIterator, executor: ThreadPoolExecutor) -> BitsColumns:
+        """How kernels pass over a tensor that is prepared."""
+        return StoredColumns(columns, executor, 2 * self.threads, self.stopping)
+
+    def stream(self, columns: DeltaIterator) -> Iterator[Column]:
+        """The same for operators."""
+        return iter(columns)
 
     def _description(self, tensor: PlanTensor, inputs: PlanInputs, context: TensorContext) -> Json:
         """What a result depends on, besides its blocks."""
@@ -314,7 +323,7 @@ class _Execution:
             # Blocks are named by their bytes alone: which numbers these are is up to the dtype.
             "dtypes": [None if inputs.base is None else inputs.base.tensor.dtype]
             + [expert.tensor.dtype for expert in inputs.experts],
-            "work": str(context.dtype),
+            "work": context.work,
             "out": tensor.dtype,
             "numel": tensor.numel,
             "column_elements": tensor.column_elements,
@@ -326,17 +335,17 @@ class _Execution:
             value["random"] = [self.plan.seed, tensor.name, list(context.expert_keys)]
         return value
 
-    def _input_blocks(self, job: _Job, column: int) -> tuple[str | None, list[str | None]]:
+    def _input_blocks(self, job: Job, column: int) -> tuple[str | None, list[str | None]]:
         return _hex(job.columns.base_blocks(column)), [_hex(run) for run in job.columns.expert_blocks(column)]
 
-    def _look_up(self, job: _Job, column: int) -> _Result:
+    def look_up(self, job: Job, column: int) -> Result:
         """A column's key, and its result if it is known from an earlier merge."""
         base, inputs = self._input_blocks(job, column)
         start = column * job.tensor.column_elements
         key = reuse_key({**job.description, "start": start, "base": base, "inputs": inputs})
-        return _Result(key, self.store.reuse.blocks(key) if self.reuse else None)
+        return Result(key, self.store.reuse.blocks(key) if self.reuse else None)
 
-    def _column(self, job: _Job, column: int, known: _Result) -> _Result:
+    def column(self, job: Job, column: int, known: Result) -> Result:
         """On a worker thread: compute a column's result, unless it is known."""
         if known.reused is not None:
             return known
@@ -348,12 +357,13 @@ class _Execution:
         for offset in range(0, len(data), size):
             staged.append(stage_block(data[offset : offset + size], job.tensor.dtype, first))
             first += per_block
-        return _Result(known.key, None, tuple(staged))
+        return Result(known.key, None, tuple(staged))
 
-    def _merged(self, job: _Job, column: int) -> bytes:
+    def _merged(self, job: Job, column: int) -> bytes:
         """The bytes of a merged column."""
         path = self._path(job)
         if path is None:
+            self.torch.on_this_thread()
             inputs = job.columns.read(column)
             if not job.tensor.experts and inputs.base is not None:
                 # Nothing to merge: it only changes its dtype.
@@ -362,17 +372,16 @@ class _Execution:
             return to_bytes(merged, job.tensor.dtype)
         with job.columns.view(column) as bits:
             result = path.apply(job.prepared, bits)
-        if job.tensor.dtype == STORED[job.context.dtype]:
-            return result.tobytes()
-        return to_bytes(torch.from_numpy(result.view(np.uint8)).view(job.context.dtype), job.tensor.dtype)
+        work = job.context.work
+        return converted(result.view(TYPES[work]), work, job.tensor.dtype).tobytes()
 
-    def _finish(self, job: _Job, column: int, result: _Result) -> int:
+    def finish(self, job: Job, column: int, result: Result) -> int:
         """On the calling thread: stage a column's result; the bytes of output that this makes."""
         first, last = job.span(column, self.plan.block_size)
         blocks = result.reused
         if blocks is None:
             for staged in result.staged:
-                self.writer.put_block(staged)
+                self.writer.put_block(staged, self.outcome.written)
             blocks = tuple(staged.block for staged in result.staged)
             self.writer.put_reuse(result.key, b"".join(blocks))
             self.outcome.blocks_computed += len(blocks)
@@ -383,12 +392,12 @@ class _Execution:
         job.blocks[first:last] = blocks
         job.remaining -= 1
         if job.remaining == 0:
-            self._finish_tensor(job)
+            self.finish_tensor(job)
         size = self.plan.block_size
         nbytes = job.tensor.numel * itemsize(job.tensor.dtype)
         return min(last * size, nbytes) - first * size
 
-    def _finish_tensor(self, job: _Job) -> None:
+    def finish_tensor(self, job: Job) -> None:
         computed = sum(
             last - first
             for first, last in (job.span(column, self.plan.block_size) for column in job.tensor.columns.columns())
@@ -399,7 +408,7 @@ class _Execution:
         )
 
 
-def _computed_bytes(tensor: PlanTensor) -> int:
+def computed_bytes(tensor: PlanTensor) -> int:
     size = tensor.column_elements * itemsize(tensor.dtype)
     nbytes = tensor.numel * itemsize(tensor.dtype)
     return sum(min(stop * size, nbytes) - start * size for start, stop in tensor.columns.ranges)
@@ -459,17 +468,3 @@ def column_blocks_differ(expert: Tensor, base: Tensor, column: int, column_eleme
 
 def _hex(blocks: tuple[BlockId, ...] | None) -> str | None:
     return None if blocks is None else b"".join(blocks).hex()
-
-
-@contextmanager
-def _one_thread_per_operation(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Worker threads in which torch uses one thread each: columns are the unit of parallelism."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(
-            threads, thread_name_prefix="mpfs-merge", initializer=torch.set_num_threads, initargs=(1,)
-        ) as executor:
-            yield executor
-    finally:
-        torch.set_num_threads(before)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
+from mpfs.merge.deferred import torch
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks
 from mpfs.merge.engine import expert_keys, left_out
 from mpfs.merge.operators import Operator, Parameters, TensorContext, get_operator
@@ -82,11 +81,11 @@ class _Side:
         ledger = ReadLedger(planned_blocks(tensor, inputs))
         self._operator = operator
         self._parameters = Parameters(tensor.shared, tensor.parameters)
-        self._columns = DeltaIterator(plan, tensor, inputs, store.blocks, ledger, torch.float64)
+        self._columns = DeltaIterator(plan, tensor, inputs, store.blocks, ledger, "F64")
         self._context = TensorContext(
             name=tensor.name,
             numel=tensor.numel,
-            dtype=torch.float64,
+            work="F64",
             seed=plan.seed,
             expert_keys=expert_keys(plan, tensor),
             left_out=left_out(store, tensor, inputs),

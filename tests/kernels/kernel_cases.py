@@ -11,8 +11,8 @@ import torch
 
 from mpfs.merge.kernels.backend import Kernels, kernels
 from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn
+from mpfs.merge.numeric import dtype_name
 from mpfs.merge.operators import Column, LeftOut, Parameters, Prepared, Scalar, TensorContext, get_operator
-from mpfs.merge.operators.fast import STORED
 
 METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,7 +46,7 @@ def available() -> Kernels:
 
 def to_bits(tensor: torch.Tensor) -> Bits:
     """A tensor's bit patterns as kernels take them."""
-    return tensor.view(_INTEGERS[tensor.element_size()]).numpy().view(BIT_TYPES[STORED[tensor.dtype]])
+    return tensor.view(_INTEGERS[tensor.element_size()]).numpy().view(BIT_TYPES[dtype_name(tensor.dtype)])
 
 
 def to_tensor(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +57,7 @@ def to_tensor(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
 def patterns(numel: int, dtype: torch.dtype, seed: int, kind: str, like: Bits | None = None) -> Bits:
     """Bit patterns: "special" ones, "random" ones, a model's weights, or "near" `like` (with many ties)."""
     generator = np.random.default_rng(seed)
-    bits = BIT_TYPES[STORED[dtype]]
+    bits = BIT_TYPES[dtype_name(dtype)]
     unsigned = np.dtype(f"u{bits.itemsize}")
     if kind == "special":
         return generator.choice(np.array(SPECIAL[dtype], unsigned), numel).view(bits)
@@ -72,7 +72,7 @@ def patterns(numel: int, dtype: torch.dtype, seed: int, kind: str, like: Bits | 
 
 def context(numel: int, experts: int, dtype: torch.dtype, left_out: Sequence[Sequence[LeftOut]] = ()) -> TensorContext:
     """The context of a tensor named "t"."""
-    return TensorContext("t", numel, dtype, 7, [f"expert{i}" for i in range(experts)], left_out)
+    return TensorContext("t", numel, dtype_name(dtype), 7, [f"expert{i}" for i in range(experts)], left_out)
 
 
 def parameters(weights: Sequence[float], densities: Sequence[float], **shared: Scalar) -> Parameters:

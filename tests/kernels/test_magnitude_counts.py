@@ -23,7 +23,7 @@ def test_cutoffs(dtype: torch.dtype, remembered: int, cuts: list[int]) -> None:
     deltas = [cases.to_tensor(expert, dtype) - cases.to_tensor(base, dtype) for expert in experts]
 
     expected = search_thresholds(
-        dtype,
+        where.work,
         numel,
         keep,
         [()] * 3,
@@ -31,4 +31,4 @@ def test_cutoffs(dtype: torch.dtype, remembered: int, cuts: list[int]) -> None:
     )
     assert any(0 < threshold.cutoff < numel for threshold in expected)
     counts = KernelCounts(cases.available(), where, columns, remembered=remembered)
-    assert search_thresholds(dtype, numel, keep, [()] * 3, counts) == expected
+    assert search_thresholds(where.work, numel, keep, [()] * 3, counts) == expected

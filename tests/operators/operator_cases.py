@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from mpfs.merge.numeric import dtype_name
 from mpfs.merge.operators import Column, LeftOut, Parameters, Scalar, TensorContext, get_operator
 
 METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties")
@@ -46,7 +47,7 @@ def context(
     left_out: Sequence[Sequence[LeftOut]] = (),
 ) -> TensorContext:
     """The context of a tensor named "t"."""
-    return TensorContext("t", numel, dtype, seed, keys or [f"expert{i}" for i in range(experts)], left_out)
+    return TensorContext("t", numel, dtype_name(dtype), seed, keys or [f"expert{i}" for i in range(experts)], left_out)
 
 
 def parameters(weights: Sequence[float], densities: Sequence[float] | None = None, **shared: Scalar) -> Parameters:

@@ -10,7 +10,9 @@ import operator_cases as cases
 import pytest
 import torch
 
+from mpfs.merge.numeric import dtype_name
 from mpfs.merge.operators import arithmetic as a
+from mpfs.merge.operators import scalars
 
 ALL_DTYPES = (*cases.DTYPES, torch.float64)
 
@@ -49,7 +51,7 @@ def test_sums_of_weights_equal_torch(dtype: torch.dtype) -> None:
     for n in range(1, 50):
         for _ in range(20):
             weights = [generator.uniform(-1, 3) for _ in range(n)]
-            assert a.sum_weights(weights, dtype) == torch.tensor(weights, dtype=dtype).sum().item()
+            assert scalars.sum_weights(weights, dtype_name(dtype)) == torch.tensor(weights, dtype=dtype).sum().item()
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)

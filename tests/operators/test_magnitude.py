@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpfs.merge.numeric import dtype_name
 from mpfs.merge.operators import LeftOut
 from mpfs.merge.operators import magnitude as m
 
@@ -45,7 +46,7 @@ def kept_by_sort(delta: torch.Tensor, k: int) -> torch.Tensor:
 def check(deltas: Sequence[torch.Tensor], keep: Sequence[int], step: int) -> Source:
     numel = deltas[0].numel()
     source = Source(deltas, step)
-    found = m.find_thresholds(deltas[0].dtype, numel, keep, [[]] * len(keep), source)
+    found = m.find_thresholds(dtype_name(deltas[0].dtype), numel, keep, [[]] * len(keep), source)
     for delta, k, threshold in zip(deltas, keep, found, strict=True):
         parts = [m.kept(m.patterns(delta[start : start + step]), threshold, start) for start in range(0, numel, step)]
         # Which zeros are kept does not matter.
@@ -101,11 +102,11 @@ def test_patterns_order_magnitudes(dtype: torch.dtype) -> None:
     found = m.patterns(values).tolist()
     assert found == sorted(found)
     assert found[0] == found[1] == 0
-    assert found[-1] == m.LAYOUTS[dtype].nan
+    assert found[-1] == m.LAYOUTS[dtype_name(dtype)].nan
     assert m.patterns(-values).tolist() == found
     for value, pattern in zip(values.abs().tolist()[:-1], found, strict=False):
-        assert m.magnitude(pattern, dtype) == value
-    assert np.isnan(m.magnitude(found[-1], dtype))
+        assert m.magnitude(pattern, dtype_name(dtype)) == value
+    assert np.isnan(m.magnitude(found[-1], dtype_name(dtype)))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,6 @@ def test_keep_count(density: float, numel: int, k: int) -> None:
 def test_expected_at_least_is_the_half_normal_tail() -> None:
     runs = [LeftOut(1000, 0.5), LeftOut(500, 0.0)]
     at_half = int(m.patterns(torch.tensor([0.5], dtype=torch.float32)))
-    assert m.expected_at_least(0, torch.float32, runs) == 1500
-    assert m.expected_at_least(at_half, torch.float32, runs) == pytest.approx(1000 * 0.31731, rel=1e-4)
-    assert m.expected_at_least(m.LAYOUTS[torch.float32].nan, torch.float32, runs) == 0
+    assert m.expected_at_least(0, "F32", runs) == 1500
+    assert m.expected_at_least(at_half, "F32", runs) == pytest.approx(1000 * 0.31731, rel=1e-4)
+    assert m.expected_at_least(m.LAYOUTS["F32"].nan, "F32", runs) == 0

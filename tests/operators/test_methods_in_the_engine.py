@@ -62,7 +62,7 @@ def test_equals_the_method_over_whole_tensors(ask: Ask, repository: Repository, 
     for name, shape in SHAPES.items():
         inputs = [family[key][name].reshape(-1) for key in keys]
         where = methods.context(shape, ask.experts, torch.bfloat16, keys=keys)
-        where = type(where)(name, where.numel, where.dtype, where.seed, where.expert_keys, (), where.shape)
+        where = type(where)(name, where.numel, where.work, where.seed, where.expert_keys, (), where.shape)
         base = family["base"][name].reshape(-1)
         expected = cases.merge(ask.method, base if ask.base else None, inputs, ask.parameters(), where=where)
         assert torch.equal(cases.bits(merged[name].reshape(-1)), cases.bits(expected)), name

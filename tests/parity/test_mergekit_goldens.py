@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 import mpfs.merge.operators.task_vector as task_vector
+from mpfs.merge.numeric import dtype_name
 from mpfs.merge.operators import Column, Parameters, TensorContext, get_operator
 
 GOLDENS = Path(__file__).with_name("goldens.npz")
@@ -51,7 +52,7 @@ def merge(case: dict[str, Any], dtype: str, name: str) -> torch.Tensor:
     base = tensors(f"input/{dtype}/base", dtype)[name] if operator.needs_base else None
     experts = [tensors(f"input/{dtype}/{x['model']}", dtype)[name] for x in listed]
     numel = experts[0].numel()
-    context = TensorContext(name, numel, DTYPES[dtype], 0, [x["model"] for x in listed])
+    context = TensorContext(name, numel, dtype_name(DTYPES[dtype]), 0, [x["model"] for x in listed])
 
     def columns() -> Iterator[Column]:
         for start in range(0, numel, STEP):

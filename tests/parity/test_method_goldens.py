@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from mpfs.merge.numeric import dtype_name
 from mpfs.merge.operators import Column, Parameters, TensorContext, get_operator
 from mpfs.merge.operators.della import keep_chances
 from mpfs.merge.operators.magnitude import patterns
@@ -80,7 +81,7 @@ def merge(case: str, dtype: str, name: str) -> torch.Tensor:
     assert operator.validate(values) == []
     experts = [model(item, dtype)[name] for item, _ in listed]
     numel = experts[0].numel()
-    context = TensorContext(name, numel, DTYPES[dtype], 0, [item for item, _ in listed], (), shapes()[name])
+    context = TensorContext(name, numel, dtype_name(DTYPES[dtype]), 0, [item for item, _ in listed], (), shapes()[name])
 
     def columns() -> Iterator[Column]:
         for start in range(0, numel, STEP):

@@ -5,7 +5,7 @@ mergekit 0.1.5 gives on a CPU. Both follow from fixing what torch leaves open:
 
 - 16-bit types are widened to float32, computed on, and rounded once, to nearest even (`scaled`, `quotient`).
 - Sums over experts run in float32 for 16-bit types and in the type itself otherwise, in the order of `sum_experts`.
-- The sum of a handful of weights has the order of `sum_weights`.
+- The sum of a handful of weights has the order of `sum_weights` (`scalars`).
 - `fused_multiply_add` rounds once, as the FMA instruction does.
 """
 
@@ -14,13 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-import torch
-
-_VECTOR_BYTES = 32
-"""The vector that torch's CPU reductions are written for, on machines with wider ones too."""
-
-_CASCADE = 16
-"""Rows that are added one by one before the partial sum is set aside."""
+from mpfs.merge.deferred import torch
+from mpfs.merge.numeric import dtype_name
+from mpfs.merge.operators.scalars import dealt, first_dealt, in_order, sum_weights
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -60,33 +56,6 @@ def quotient(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     return (x.to(wide) / divisor.to(wide)).to(x.dtype)
 
 
-def rounded(value: float, dtype: torch.dtype) -> float:
-    """`value` rounded to `dtype` (a 16-bit type by way of float32, as torch does)."""
-    return float(torch.tensor(value, dtype=dtype))
-
-
-def sum_weights(weights: Sequence[float], dtype: torch.dtype) -> float:
-    """The sum of a few numbers, each rounded to `dtype`, in the order of torch's sum of a short 1-D CPU tensor.
-
-    With V numbers to a 32-byte vector (8 float32, 4 float64): fewer than V are dealt to four partial sums (`_dealt`).
-    Otherwise whole vectors are summed in that manner; then, from zero, the numbers past the last whole vector are
-    added, then the V lanes. 16-bit types are summed in float32 and rounded at the end.
-    """
-    wide = accumulator(dtype)
-    values = torch.tensor(list(weights), dtype=dtype).to(wide)
-    lanes = _VECTOR_BYTES // values.element_size()
-    whole = len(values) // lanes
-    zero = torch.zeros((), dtype=wide)
-    if whole == 0:
-        total = _dealt(list(values), zero)
-    else:
-        partial = _dealt(list(values[: whole * lanes].reshape(whole, lanes)), zero.expand(lanes))
-        total = zero
-        for value in [*values[whole * lanes :], *partial]:
-            total = total + value
-    return float(total.to(dtype))
-
-
 def sum_experts(terms: Sequence[torch.Tensor | None], start: int, numel: int, like: torch.Tensor) -> torch.Tensor:
     """The sum over experts of elements [start, start + n) of a tensor of `numel` elements; 1-D, of `like`'s dtype.
 
@@ -96,52 +65,23 @@ def sum_experts(terms: Sequence[torch.Tensor | None], start: int, numel: int, li
     - elements are summed from zero, expert by expert in listing order; beyond 16 experts, every 16 make a partial
       sum, the partial sums are added in order, and their sum is added to that of the remaining experts;
     - in float32 and float64, the experts of the last numel mod 32 (16) elements, which do not fill four vectors, are
-      dealt to four partial sums (`_dealt`), which differs from five experts on; so are those of the last numel mod 4
-      of a tensor of fewer than 8 (4) elements. A tensor of one element is summed as `sum_weights` does.
+      dealt to four partial sums (`scalars.dealt`), which differs from five experts on; so are those of the last numel
+      mod 4 of a tensor of fewer than 8 (4) elements. A tensor of one element is summed as `sum_weights` does.
 
     So the order depends on the element's place in the tensor, never on the column.
     """
     dtype, wide = like.dtype, accumulator(like.dtype)
     zero = torch.zeros_like(like, dtype=wide)
+    name = dtype_name(dtype)
     if numel == 1 and dtype == wide:
-        return torch.full_like(like, sum_weights([0.0 if t is None else float(t) for t in terms], dtype))
-    total = _in_order([None if term is None else term.to(wide) for term in terms], zero)
+        return torch.full_like(like, sum_weights([0.0 if t is None else float(t) for t in terms], name))
+    total = in_order([None if term is None else term.to(wide) for term in terms], zero)
     if dtype == wide and len(terms) > 4:
-        low = max(first_dealt(numel, dtype) - start, 0)
+        low = max(first_dealt(numel, name) - start, 0)
         if low < like.numel():
-            total[low:] = _dealt([None if term is None else term[low:] for term in terms], zero[low:])
+            total = total.clone() if total is zero else total
+            total[low:] = dealt([None if term is None else term[low:] for term in terms], zero[low:])
     return total.to(dtype)
-
-
-def first_dealt(numel: int, dtype: torch.dtype) -> int:
-    """The first element of a float32 or float64 tensor from which on the experts are dealt to four partial sums."""
-    lanes = _VECTOR_BYTES // dtype.itemsize
-    return numel - numel % (4 * lanes if numel >= lanes else 4)
-
-
-def _in_order(rows: Sequence[torch.Tensor | None], zero: torch.Tensor) -> torch.Tensor:
-    """The rows' sum from first to last, by way of partial sums of 16 rows where there are as many."""
-    aside: torch.Tensor | None = None
-    total = zero
-    for count, row in enumerate(rows, start=1):
-        if row is not None:
-            total = total + row
-        if count % _CASCADE == 0:
-            aside = total if aside is None else aside + total
-            total = zero
-    if aside is not None:
-        total = total + aside
-    return total.clone() if total is zero else total
-
-
-def _dealt(rows: Sequence[torch.Tensor | None], zero: torch.Tensor) -> torch.Tensor:
-    """The rows' sum by four partial sums: row i goes to sum i mod 4, the rows past a multiple of four all to sum 0."""
-    full = len(rows) - len(rows) % 4
-    parts = [_in_order(rows[lane:full:4], zero) for lane in range(4)]
-    for row in rows[full:]:
-        if row is not None:
-            parts[0] = parts[0] + row
-    return parts[0] + parts[1] + parts[2] + parts[3]
 
 
 def fused_multiply_add(x: torch.Tensor, weight: float, addend: torch.Tensor) -> torch.Tensor:

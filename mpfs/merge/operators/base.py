@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
-import torch
-
+from mpfs.merge.deferred import torch
 from mpfs.merge.kernels.backend import Kernels
 from mpfs.merge.kernels.columns import Bits, BitsColumn, BitsColumns
+from mpfs.merge.numeric import torch_dtype
 
 Scalar: TypeAlias = float | int | bool
 Prepared: TypeAlias = Mapping[str, object]
@@ -60,19 +60,24 @@ class LeftOut:
 class TensorContext:
     """What an operator may know about the tensor that it works on.
 
-    `dtype` is the dtype that all arithmetic runs in and that columns arrive in. `expert_keys` identify the experts
-    by content (for random generators: independent of listing order). `left_out[i]` describes what a budgeted plan
-    leaves unread of expert i (empty at full budget). `shape` is the tensor's; where it is not given, `()`, methods that
-    work by rows take the tensor for a vector.
+    `work` is the dtype that all arithmetic runs in and that columns arrive in, by its stored name ("BF16", …); `dtype` is
+    the same as torch names it. `expert_keys` identify the experts by content (for random generators: independent of
+    listing order). `left_out[i]` describes what a budgeted plan leaves unread of expert i (empty at full budget).
+    `shape` is the tensor's; where it is not given, `()`, methods that work by rows take the tensor for a vector.
     """
 
     name: str
     numel: int
-    dtype: torch.dtype
+    work: str
     seed: int
     expert_keys: Sequence[str]
     left_out: Sequence[Sequence[LeftOut]] = field(default=())
     shape: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The work dtype, as torch names it; importing torch, which kernels do without."""
+        return torch_dtype(self.work)
 
 
 @dataclass(frozen=True)

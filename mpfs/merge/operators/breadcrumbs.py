@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import ClassVar, Literal, cast
 
-import torch
-
+from mpfs.merge.deferred import torch
 from mpfs.merge.kernels.backend import Kernels
 from mpfs.merge.kernels.columns import Rule
 from mpfs.merge.operators.arithmetic import difference
@@ -82,7 +81,7 @@ class Breadcrumbs(TaskVectorOperator):
             for density, gamma in zip(self._densities(parameters), self._gammas(parameters), strict=True)
         ]
         count = len(ranges)
-        nan = LAYOUTS[context.dtype].nan
+        nan = LAYOUTS[context.work].nan
         runs = [[run for run in expert if run.numel] for expert in context.left_out] or [[] for _ in ranges]
         # "Among the first p" is "among the p largest" of mirrored patterns, so that ties too are told by index. What a
         # budget leaves out can only be reckoned with in the patterns themselves: there it is "not among the n - p
@@ -103,7 +102,7 @@ class Breadcrumbs(TaskVectorOperator):
 
         ends = [bottom for bottom, _ in ranges] + [top for _, top in ranges]
         found = find_thresholds(
-            context.dtype,
+            context.work,
             context.numel,
             [p if mirrored[i % count] else context.numel - p for i, p in enumerate(ends)],
             runs + runs,
@@ -135,7 +134,7 @@ class Breadcrumbs(TaskVectorOperator):
         """The elements between the two ends, the others zero."""
         low = cast("Sequence[Sequence[int]]", prepared["above"])[expert]
         high = cast("Sequence[Sequence[int]]", prepared["within"])[expert]
-        nan = LAYOUTS[context.dtype].nan
+        nan = LAYOUTS[context.work].nan
         if tuple(low) == (0, 0) and tuple(high) == (nan, context.numel):
             return delta
         mirror = nan - patterns(delta)

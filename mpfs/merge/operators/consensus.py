@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from mpfs.merge.deferred import torch
 from mpfs.merge.operators.arithmetic import sum_experts
 
 

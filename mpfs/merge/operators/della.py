@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from mpfs.merge.deferred import torch
 from mpfs.merge.kernels.backend import Kernels
 from mpfs.merge.kernels.columns import Rule
-from mpfs.merge.operators.arithmetic import accumulator, difference, rounded, scaled
+from mpfs.merge.operators.arithmetic import accumulator, difference, scaled
 from mpfs.merge.operators.base import Column, FastPath, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.magnitude import patterns
 from mpfs.merge.operators.pieces import PIECE
 from mpfs.merge.operators.reductions import Floats, RunningSum, base_of, doubles, length, unchanged
 from mpfs.merge.operators.rows import part, shape_of, whole_rows, without_gaps
+from mpfs.merge.operators.scalars import norm_ratio
 from mpfs.merge.operators.task_vector import TaskVectorOperator
 from mpfs.merge.operators.values import value_of
 from mpfs.merge.random import stream_key, uniform_bits
-
-_SMALL_NORM = 1e-7
-"""An L1 norm below this is not matched."""
 
 Mask = NDArray[np.bool_]
 
@@ -130,7 +128,7 @@ class DellaLinear(TaskVectorOperator):
                     sums[i][1].add(np.where(mask, size, 0.0))
             if value_of(self.parameters, parameters.shared, "rescale"):
                 for i, (full, masked) in sums.items():
-                    factors[i] = _scale(context, full.total(), masked.total())
+                    factors[i] = norm_ratio(full.total(), masked.total(), context.work)
         return {"factor": factors, "row_numbers": numbers, "row_masks": masks}
 
     def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:
@@ -244,13 +242,3 @@ def _stored(prepared: Prepared, expert: int, row: int, width: int) -> Mask:
     place = int(np.searchsorted(numbers, row))
     packed = base64.b64decode(cast("Sequence[Sequence[str]]", prepared["row_masks"])[expert][place])
     return np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=width).astype(np.bool_)
-
-
-def _scale(context: TensorContext, full: float, masked: float) -> float:
-    """What brings the L1 norm back, in the work dtype as DARE takes it; 1 where a norm is too small."""
-    work = torch.bfloat16 if context.dtype == torch.bfloat16 else accumulator(context.dtype)
-    before, after = rounded(full, work), rounded(masked, work)
-    if before < _SMALL_NORM or after < _SMALL_NORM:
-        return 1.0
-    ratio = torch.tensor(before, dtype=work) / torch.tensor(after, dtype=work)
-    return float(ratio) if bool(torch.isfinite(ratio)) else 1.0

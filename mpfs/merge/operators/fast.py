@@ -7,27 +7,19 @@ the few elements at the end of a float32 tensor whose experts torch sums in an o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from mpfs.merge.deferred import torch
 from mpfs.merge.kernels.backend import Kernels
 from mpfs.merge.kernels.columns import BIT_TYPES, NAN, Bits, BitsColumn, BitsColumns, Largest, Rule, Whole
-from mpfs.merge.operators.arithmetic import first_dealt
 from mpfs.merge.operators.base import Column, Operator, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.magnitude import LAYOUTS, Threshold, magnitude
+from mpfs.merge.operators.scalars import first_dealt
 from mpfs.merge.random import keep_limit
 from mpfs.stats.accumulators import fold_lanes
 from mpfs.stats.hashing import GROUP
-
-STORED: Final[Mapping[torch.dtype, str]] = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-}
-"""The stored names of the dtypes that there are kernels for."""
 
 
 class LinearPath:
@@ -54,7 +46,7 @@ class LinearPath:
         if not models or len(models) < len(inputs):
             where = f"{self._context.name}: a model is missing at {column.start}"
             raise ValueError(f"{where}, and there is no base to stand in")
-        return self._kernels.linear(STORED[self._context.dtype], models, self._weights, self._divisor)
+        return self._kernels.linear(self._context.work, models, self._weights, self._divisor)
 
 
 class TaskVectorPath:
@@ -103,7 +95,7 @@ class TaskVectorPath:
         if column.base is None:
             raise ValueError(f"{self._context.name}: the column at {column.start} has no base")
         result = self._kernels.task_vector(
-            STORED[self._context.dtype],
+            self._context.work,
             column,
             self._rules(prepared),
             self._weights,
@@ -112,8 +104,8 @@ class TaskVectorPath:
             divisor=self._divisor,
             scale=self._scale,
         )
-        if self._context.dtype == torch.float32 and len(column.experts) > 4:
-            low = max(first_dealt(self._context.numel, torch.float32) - column.start, 0)
+        if self._context.work == "F32" and len(column.experts) > 4:
+            low = max(first_dealt(self._context.numel, "F32") - column.start, 0)
             if low < column.numel:
                 result[low:] = self._reference(prepared, column, low)
         return result
@@ -130,7 +122,7 @@ class TaskVectorPath:
         rest = Column(column.start + low, base, experts)
         merged = self._operator.apply(context, self._parameters, prepared, rest)
         values: NDArray[np.float32] = merged.numpy()
-        return values.view(BIT_TYPES[STORED[context.dtype]])
+        return values.view(BIT_TYPES[context.work])
 
 
 _REMEMBERED = 16 << 20
@@ -148,7 +140,7 @@ class KernelCounts:
         self, kernels: Kernels, context: TensorContext, columns: BitsColumns, *, remembered: int = _REMEMBERED
     ) -> None:
         self._kernels = kernels
-        self._dtype = STORED[context.dtype]
+        self._dtype = context.work
         self._columns = columns
         self._remembered = remembered
         self._experts: list[int] = []
@@ -216,7 +208,7 @@ def drawn_norms(
 ) -> dict[int, tuple[float, float]]:
     """The L1 norms of experts' deltas, whole and as drawn; `keys` has the experts' streams and densities."""
     lanes = {i: (np.zeros(GROUP), np.zeros(GROUP)) for i in keys}
-    dtype = STORED[context.dtype]
+    dtype = context.work
 
     def add(column: BitsColumn) -> None:
         for i, (key, density) in keys.items():
@@ -230,7 +222,7 @@ def rule_of(threshold: Threshold, context: TensorContext) -> Rule:
     """A threshold as kernels take it."""
     if threshold.pattern == 0 and threshold.cutoff >= context.numel:
         return Whole()
-    if threshold.pattern > LAYOUTS[context.dtype].infinity:
+    if threshold.pattern > LAYOUTS[context.work].infinity:
         return Largest(NAN, threshold.cutoff)
-    value = np.float32(magnitude(threshold.pattern, context.dtype))
+    value = np.float32(magnitude(threshold.pattern, context.work))
     return Largest(int(value.view(np.uint32)), threshold.cutoff)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, cast
 
 import numpy as np
-import torch
 
+from mpfs.merge.deferred import torch
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.pieces import by_piece

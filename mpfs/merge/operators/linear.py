@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from mpfs.errors import BadInputError
+from mpfs.merge.deferred import torch
 from mpfs.merge.kernels.backend import Kernels
-from mpfs.merge.operators.arithmetic import accumulator, fused_multiply_add, one_nan, sum_weights
+from mpfs.merge.kernels.columns import BIT_TYPES
+from mpfs.merge.operators.arithmetic import accumulator, fused_multiply_add, one_nan
 from mpfs.merge.operators.base import Column, FastPath, Operator, Parameter, Parameters, Prepared, TensorContext
-from mpfs.merge.operators.fast import STORED, LinearPath
+from mpfs.merge.operators.fast import LinearPath
 from mpfs.merge.operators.pieces import by_piece
+from mpfs.merge.operators.scalars import accumulator_name, sum_weights
 from mpfs.merge.operators.values import problems, value_of
 
 
@@ -37,7 +38,7 @@ class Linear(Operator):
     def validate(self, parameters: Parameters) -> list[str]:
         """Also: weights that sum to zero cannot be normalised."""
         found = problems(self.parameters, parameters)
-        if not found and self._normalize(parameters) and sum_weights(self._weights(parameters), torch.float32) == 0:
+        if not found and self._normalize(parameters) and sum_weights(self._weights(parameters), "F32") == 0:
             found.append(_ZERO_SUM)
         return found
 
@@ -69,7 +70,7 @@ class Linear(Operator):
 
     def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
         """By the kernel for linear combinations."""
-        if context.dtype not in STORED:
+        if context.work not in BIT_TYPES:
             return None
         return LinearPath(kernels, context, self._weights(parameters), self._divisor(context, parameters))
 
@@ -77,7 +78,7 @@ class Linear(Operator):
         """What the sum is divided by; 1 if it is not."""
         if not self._normalize(parameters):
             return 1.0
-        divisor = sum_weights(self._weights(parameters), accumulator(context.dtype))
+        divisor = sum_weights(self._weights(parameters), accumulator_name(context.work))
         if divisor == 0:
             raise BadInputError(f"{context.name}: {_ZERO_SUM}", tensor=context.name)
         return divisor

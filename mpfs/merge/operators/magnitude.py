@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from mpfs.merge.deferred import torch
+from mpfs.merge.numeric import dtype_name
 from mpfs.merge.operators.base import LeftOut
 
 Patterns: TypeAlias = NDArray[np.signedinteger[Any]]
@@ -49,7 +50,6 @@ class Counts(Protocol):
 class FloatLayout:
     """How a float type's magnitude is laid out: its width without the sign, and the pattern of infinity."""
 
-    integer: torch.dtype
     bits: int
     infinity: int
 
@@ -65,25 +65,27 @@ class FloatLayout:
         return tuple((shift, 15 if shift == self.bits - 15 else 16) for shift in shifts)
 
 
-LAYOUTS: dict[torch.dtype, FloatLayout] = {
-    torch.float16: FloatLayout(torch.int16, 15, 0x7C00),
-    torch.bfloat16: FloatLayout(torch.int16, 15, 0x7F80),
-    torch.float32: FloatLayout(torch.int32, 31, 0x7F800000),
-    torch.float64: FloatLayout(torch.int64, 63, 0x7FF0000000000000),
+LAYOUTS: dict[str, FloatLayout] = {
+    "F16": FloatLayout(15, 0x7C00),
+    "BF16": FloatLayout(15, 0x7F80),
+    "F32": FloatLayout(31, 0x7F800000),
+    "F64": FloatLayout(63, 0x7FF0000000000000),
 }
+"""By stored dtype."""
 
 
 def patterns(delta: torch.Tensor) -> torch.Tensor:
     """The magnitude patterns of a float tensor: its shape, and an integer dtype of its width."""
-    layout = LAYOUTS[delta.dtype]
-    return torch.bitwise_and(delta.view(layout.integer), 2**layout.bits - 1).clamp_(max=layout.nan)
+    layout = LAYOUTS[dtype_name(delta.dtype)]
+    integer = {15: torch.int16, 31: torch.int32, 63: torch.int64}[layout.bits]
+    return torch.bitwise_and(delta.view(integer), 2**layout.bits - 1).clamp_(max=layout.nan)
 
 
-def magnitude(pattern: int, dtype: torch.dtype) -> float:
+def magnitude(pattern: int, dtype: str) -> float:
     """The magnitude that a pattern stands for; inf or NaN for the two above the numbers."""
-    if dtype == torch.bfloat16:
+    if dtype == "BF16":
         return float(struct.unpack("<f", struct.pack("<I", pattern << 16))[0])
-    code, integer = {torch.float16: ("<e", "<H"), torch.float32: ("<f", "<I"), torch.float64: ("<d", "<Q")}[dtype]
+    code, integer = {"F16": ("<e", "<H"), "F32": ("<f", "<I"), "F64": ("<d", "<Q")}[dtype]
     return float(struct.unpack(code, struct.pack(integer, pattern))[0])
 
 
@@ -100,7 +102,7 @@ def keep_everything(numel: int) -> Threshold:
     return Threshold(0, numel)
 
 
-def keep_nothing(dtype: torch.dtype) -> Threshold:
+def keep_nothing(dtype: str) -> Threshold:
     """The threshold that no element passes."""
     return Threshold(LAYOUTS[dtype].nan, 0)
 
@@ -131,7 +133,7 @@ def count(values: Patterns, shift: int, bits: int, prefix: int) -> NDArray[np.in
     return np.bincount(digits, minlength=2**bits).astype(np.int64, copy=False)
 
 
-def expected_at_least(pattern: int, dtype: torch.dtype, left_out: Sequence[LeftOut]) -> float:
+def expected_at_least(pattern: int, dtype: str, left_out: Sequence[LeftOut]) -> float:
     """How many of the unread elements may be expected to have this pattern or a larger one.
 
     An element rounds to the pattern or above when it passes the midpoint between the magnitudes below and at it.
@@ -152,7 +154,7 @@ class _Search:
     level `prefix` is the threshold, and `at` read elements equal it.
     """
 
-    dtype: torch.dtype
+    dtype: str
     keep: int
     left_out: Sequence[LeftOut]
     prefix: int = 0
@@ -193,7 +195,7 @@ class _Search:
 
 
 def find_thresholds(
-    dtype: torch.dtype,
+    dtype: str,
     numel: int,
     keep: Sequence[int],
     left_out: Sequence[Sequence[LeftOut]],
@@ -204,7 +206,7 @@ def find_thresholds(
 
 
 def search_thresholds(
-    dtype: torch.dtype,
+    dtype: str,
     numel: int,
     keep: Sequence[int],
     left_out: Sequence[Sequence[LeftOut]],
@@ -213,7 +215,7 @@ def search_thresholds(
     """For each expert the threshold that keeps its `keep[i]` largest magnitudes.
 
     Args:
-        dtype: the dtype of the deltas.
+        dtype: the dtype of the deltas, by its stored name.
         numel: elements in the whole tensor, read or not.
         keep: for each expert how many of those to keep; if that is more than what was read, everything read is kept.
         left_out: for each expert the runs that are not read; where there are none the result is exact.

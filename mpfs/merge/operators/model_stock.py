@@ -7,14 +7,16 @@ from itertools import combinations
 from typing import ClassVar, Literal, cast
 
 import numpy as np
-import torch
 
-from mpfs.merge.operators.arithmetic import difference, quotient, rounded
+from mpfs.merge.deferred import torch
+from mpfs.merge.operators.arithmetic import difference, quotient
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
+from mpfs.merge.operators.doubled import all_doubled, doubled, is_single, widened
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import Floats, base_of, doubles, filled, length, row_sums, sum_each, unchanged
 from mpfs.merge.operators.rows import measure_cut_rows, row_index, row_values, shape_of, without_gaps
+from mpfs.merge.operators.scalars import rounded
 from mpfs.merge.operators.values import value_of
 
 _SMALL_PRODUCT = 1e-6
@@ -28,9 +30,10 @@ class ModelStock(Operator):
 
     c is the mean cosine between the N deltas, in pairs, and t = N c / (1 + (N - 1) c); the base where that divides by
     less than 1e-6. With `filter_wise` each row (a run along the last axis) has an angle of its own, else the tensor
-    has one. Sums are taken in float64; every other step is rounded to the tensor's dtype as in mergekit 0.1.5, from
-    which the results differ by at most 1 ulp of a 16-bit dtype and 4 ulp of float32, of the larger operand. An element
-    in which all models equal the base keeps its bits.
+    has one. In 16-bit dtypes sums are taken in float64 and every other step is rounded as in mergekit 0.1.5, from which
+    the results differ by at most 1 ulp of the larger operand; float32 is worked on in float64 and rounded once, at most
+    4 ulp from it (more where a row's t is above 1: there mergekit's rounding grows). An element in which all models
+    equal the base keeps its bits.
 
     `prepare` makes one pass. With `filter_wise` it holds one row of every model.
 
@@ -42,6 +45,7 @@ class ModelStock(Operator):
     interaction: ClassVar[Literal["additive", "column"]] = "column"
     models: ClassVar[tuple[int, int | None]] = (2, None)
     by_rows: ClassVar[bool] = True
+    version: ClassVar[int] = 2
 
     def validate(self, parameters: Parameters) -> list[str]:
         """Fewer than two models besides the base."""
@@ -55,6 +59,8 @@ class ModelStock(Operator):
         Raises:
             ValueError: a column has no base, or starts elsewhere than at a multiple of 64.
         """
+        if is_single(context):
+            return self.prepare(widened(context), parameters, all_doubled(columns))
         if value_of(self.parameters, parameters.shared, "filter_wise"):
             width = shape_of(context)[-1]
             streamed = without_gaps(context, columns(), len(parameters.experts), width)
@@ -69,6 +75,8 @@ class ModelStock(Operator):
         Raises:
             ValueError: the column has no base.
         """
+        if is_single(context):
+            return self.apply(widened(context), parameters, prepared, doubled(column)).float()
         base = base_of(context, column)
         if len(column.experts) < 2 or unchanged(column):
             return base
@@ -131,7 +139,7 @@ def _ratio(context: TensorContext, count: int, sums: Floats) -> Floats:
         norms = at(np.sqrt(sums[:, :count]))
         cosines = []
         for place, (i, j) in enumerate(combinations(range(count), 2)):
-            scale = np.maximum(at(norms[:, i] * norms[:, j]), rounded(_SMALL_PRODUCT, context.dtype))
+            scale = np.maximum(at(norms[:, i] * norms[:, j]), rounded(_SMALL_PRODUCT, context.work))
             cosines.append(np.clip(at(at(sums[:, count + place]) / scale), -1.0, 1.0))
         mean = np.zeros(len(sums))
         for cosine in cosines:

@@ -6,22 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Literal, cast
 
-import torch
-
-from mpfs.merge.operators.arithmetic import (
-    accumulator,
-    difference,
-    moved,
-    quotient,
-    rounded,
-    scaled,
-    sum_experts,
-    sum_weights,
-)
+from mpfs.merge.deferred import torch
+from mpfs.merge.operators.arithmetic import accumulator, difference, moved, quotient, scaled, sum_experts
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
+from mpfs.merge.operators.doubled import all_doubled, doubled, is_single, widened
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import at, filled, sum_each
+from mpfs.merge.operators.scalars import rounded, sum_weights
 from mpfs.merge.operators.values import value_of
 
 
@@ -35,8 +27,8 @@ class MultiSlerp(Operator):
 
     mergekit goes on to a weighted sum of the tangents u_i - (u_i · m) m, which is zero but for its rounding. In a
     16-bit dtype that rounding shows, so there it is followed, every step rounded to the dtype but sums in float64: the
-    results differ from mergekit's by at most 1 ulp of a 16-bit dtype, and by 4 ulp of float32, of the larger operand
-    (more if weights are not normalised and large).
+    results differ from mergekit's by at most 1 ulp of a 16-bit dtype. Float32 is worked on in float64 and rounded once;
+    mergekit's results are within 4 ulp of the larger operand of that, more if weights are not normalised.
 
     `prepare` makes two passes, for 16-bit dtypes four.
 
@@ -53,12 +45,13 @@ class MultiSlerp(Operator):
     needs_base: ClassVar[bool] = False
     optional_base: ClassVar[bool] = True
     interaction: ClassVar[Literal["additive", "column"]] = "column"
+    version: ClassVar[int] = 2
 
     def validate(self, parameters: Parameters) -> list[str]:
         """Also: weights that sum to zero cannot be normalised."""
         found = checked(self, parameters)
         averaged = not found and len(parameters.experts) > 1 and self._normalize(parameters)
-        if averaged and sum_weights(self._given(parameters), torch.float32) == 0:
+        if averaged and sum_weights(self._given(parameters), "F32") == 0:
             found.append("the weights sum to zero; change a weight or set normalize_weights: false")
         return found
 
@@ -76,6 +69,8 @@ class MultiSlerp(Operator):
         Raises:
             ValueError: a column starts elsewhere than at a multiple of 64.
         """
+        if is_single(context):
+            return self.prepare(widened(context), parameters, all_doubled(columns))
         dtype = context.dtype
         count = len(parameters.experts)
         if count < 2:
@@ -84,9 +79,11 @@ class MultiSlerp(Operator):
         squares = sum_each(columns, count, lambda piece: [x.double().square() for x in _vectors(context, piece)])
         lengths = [at(math.sqrt(square), dtype) for square in squares]
         eps = float(value_of(self.parameters, parameters.shared, "eps"))
-        length = sum_weights([rounded(w * n, dtype) for w, n in zip(weights, lengths, strict=True)], dtype)
+        length = sum_weights(
+            [rounded(w * n, context.work) for w, n in zip(weights, lengths, strict=True)], context.work
+        )
         found: dict[str, object] = {
-            "divisors": [at(n + rounded(eps, dtype), dtype) for n in lengths],
+            "divisors": [at(n + rounded(eps, context.work), dtype) for n in lengths],
             "length": length if math.isfinite(length) else 0.0,
         }
         [square] = sum_each(
@@ -112,6 +109,8 @@ class MultiSlerp(Operator):
 
     def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:
         """One column."""
+        if is_single(context):
+            return self.apply(widened(context), parameters, prepared, doubled(column)).float()
         models = filled(context, column)
         if len(models) == 1:
             return models[0]
@@ -133,11 +132,11 @@ class MultiSlerp(Operator):
         return bool(value_of(self.parameters, parameters.shared, "normalize_weights"))
 
     def _weights(self, context: TensorContext, parameters: Parameters) -> list[float]:
-        weights = [rounded(weight, context.dtype) for weight in self._given(parameters)]
+        weights = [rounded(weight, context.work) for weight in self._given(parameters)]
         if not self._normalize(parameters):
             return weights
-        total = sum_weights(weights, context.dtype)
-        return [rounded(weight / total, context.dtype) if total else 0.0 for weight in weights]
+        total = sum_weights(weights, context.work)
+        return [rounded(weight / total, context.work) if total else 0.0 for weight in weights]
 
 
 def _vectors(context: TensorContext, piece: Column) -> list[torch.Tensor]:
@@ -192,6 +191,6 @@ def _spherical(context: TensorContext, prepared: Prepared, piece: Column, weight
     size = cast("float", prepared["tangent"])
     if size == 0:
         return scaled(direction, length)
-    dtype = context.dtype
-    cosine, rate = rounded(math.cos(size), dtype), rounded(rounded(math.sin(size), dtype) / size, dtype)
+    work = context.work
+    cosine, rate = rounded(math.cos(size), work), rounded(rounded(math.sin(size), work) / size, work)
     return scaled(scaled(direction, cosine) + scaled(tangent, rate), length)

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, cast
 
 import numpy as np
-import torch
 
-from mpfs.merge.operators.arithmetic import accumulator, difference, moved, quotient, rounded
+from mpfs.merge.deferred import torch
+from mpfs.merge.operators.arithmetic import accumulator, difference, moved, quotient
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
+from mpfs.merge.operators.doubled import all_doubled, doubled, is_single, widened
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import Floats, all_pieces, doubles, filled, length, row_sums, sum_each, unchanged
 from mpfs.merge.operators.rows import measure_cut_rows, row_index, row_values, shape_of, without_gaps
+from mpfs.merge.operators.scalars import rounded
 from mpfs.merge.operators.values import value_of
 
 _SMALL_NORM = 1e-7
@@ -31,9 +33,9 @@ class NuSlerp(Operator):
 
     theta is the angle between the two as vectors: of the whole tensor with `nuslerp_flatten` (the default); else of
     each row (a run along the last axis), or, with `nuslerp_row_wise`, of each run along the first axis. Where the
-    recipe names a base, the two deltas are interpolated and added to it. Sums are taken in float64; every other step is
-    rounded to the tensor's dtype as in mergekit 0.1.5, from which the results differ by at most 1 ulp of a 16-bit dtype
-    and 4 ulp of float32, of the larger operand. Opposite vectors have no great circle: they, too, are interpolated
+    recipe names a base, the two deltas are interpolated and added to it. In 16-bit dtypes sums
+    are taken in float64 and every other step is rounded as in mergekit 0.1.5, from which the results differ by at most 1
+    ulp of the larger operand; float32 is worked on in float64 and rounded once, at most 4 ulp from it. Opposite vectors have no great circle: they, too, are interpolated
     linearly (mergekit divides by nearly zero there).
 
     `prepare` makes two passes for whole tensors; one for rows, holding one row of every model; two for runs along the
@@ -52,6 +54,7 @@ class NuSlerp(Operator):
     optional_base: ClassVar[bool] = True
     models: ClassVar[tuple[int, int | None]] = (2, 2)
     by_rows: ClassVar[bool] = True
+    version: ClassVar[int] = 2
 
     def validate(self, parameters: Parameters) -> list[str]:
         """A weight that is missing, or not two models."""
@@ -69,6 +72,8 @@ class NuSlerp(Operator):
         Raises:
             ValueError: a column starts elsewhere than at a multiple of 64.
         """
+        if is_single(context):
+            return self.prepare(widened(context), parameters, all_doubled(columns))
         share = self._share(parameters)
         along = self._along(context, parameters)
         if along == "rows":
@@ -94,6 +99,8 @@ class NuSlerp(Operator):
 
     def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:
         """One column."""
+        if is_single(context):
+            return self.apply(widened(context), parameters, prepared, doubled(column)).float()
         if column.base is not None and unchanged(column):
             return column.base
         share = self._share(parameters)
@@ -151,7 +158,7 @@ def _places(piece: Column, inner: int) -> np.ndarray[tuple[int], np.dtype[np.int
 def _norm(context: TensorContext, squares: Floats) -> Floats:
     """Norms to divide by, rounded to the dtype."""
     norms = doubles(torch.from_numpy(np.sqrt(squares)).to(context.dtype))
-    found: Floats = np.maximum(norms, rounded(_SMALL_NORM, context.dtype))
+    found: Floats = np.maximum(norms, rounded(_SMALL_NORM, context.work))
     return found
 
 

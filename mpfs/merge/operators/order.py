@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from mpfs.merge.deferred import torch
 
 Keys: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 _DIGIT = 16
 
-_SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def keys(values: torch.Tensor) -> Keys:
     """The integers that order as the values do; of the values' shape and width."""
     size = values.element_size()
-    bits = values.view(_SIGNED[size])
+    bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
     top = 8 * size - 1
     # An arithmetic shift makes a mask of the sign: all ones where it is set.
     ordered = bits ^ ((bits >> top) | torch.tensor(-(2**top), dtype=bits.dtype, device=bits.device))

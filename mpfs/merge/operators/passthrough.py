@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
+from mpfs.merge.deferred import torch
 from mpfs.merge.operators.arithmetic import scaled
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
-
+from mpfs.merge.deferred import torch
 from mpfs.merge.operators.base import Column
 
 PIECE = 65_536

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Literal, cast
 
-import torch
-
-from mpfs.merge.operators.arithmetic import accumulator, difference, moved, quotient, rounded, sum_experts
+from mpfs.merge.deferred import torch
+from mpfs.merge.operators.arithmetic import accumulator, difference, moved, quotient, sum_experts
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import base_of, sum_each
+from mpfs.merge.operators.scalars import rounded
 from mpfs.merge.operators.values import value_of
 
 _EPSILON = Parameter("epsilon", default=1e-5)
@@ -69,7 +69,7 @@ class Ram(Operator):
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], torch.Tensor]:
         """The deltas, where they touch, and how many touch each element."""
         base = base_of(context, piece)
-        epsilon = rounded(self._value(parameters, "epsilon"), context.dtype)
+        epsilon = rounded(self._value(parameters, "epsilon"), context.work)
         deltas = [None if expert is None else difference(expert, base) for expert in piece.experts]
         touched = [None if delta is None else delta.abs() > epsilon for delta in deltas]
         count = torch.zeros(base.numel(), dtype=torch.int32, device=base.device)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from mpfs.merge.deferred import torch
 from mpfs.merge.operators.base import Column, TensorContext
 from mpfs.merge.operators.pieces import pieces
 from mpfs.stats.hashing import GROUP

@@ -13,9 +13,9 @@ from math import prod
 from typing import TypeAlias, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from mpfs.merge.deferred import torch
 from mpfs.merge.operators.base import Column, Prepared, TensorContext
 from mpfs.merge.operators.pieces import PIECE
 from mpfs.merge.operators.reductions import Floats, length

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import ClassVar, Literal, cast
 
-import torch
-
-from mpfs.merge.operators.arithmetic import difference, moved, quotient, rounded, scaled, sum_experts, sum_weights
+from mpfs.merge.deferred import torch
+from mpfs.merge.operators.arithmetic import difference, moved, quotient, scaled, sum_experts
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.consensus import counting
 from mpfs.merge.operators.magnitude import Patterns, Threshold, find_thresholds, keep_everything, kept, patterns
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import all_pieces, at, base_of, sum_each
+from mpfs.merge.operators.scalars import rounded, sum_weights
 from mpfs.merge.operators.values import value_of
 
 _SMALL_SUM = 1e-6
@@ -73,7 +73,7 @@ class Sce(Operator):
                 for piece in all_pieces(columns):
                     yield piece.start, [patterns(_variance(context, piece)).cpu().numpy()]
 
-            [threshold] = find_thresholds(context.dtype, context.numel, [keep], [()], source)
+            [threshold] = find_thresholds(context.work, context.numel, [keep], [()], source)
         found: dict[str, object] = {"threshold": [threshold.pattern, threshold.cutoff]}
 
         def squares(piece: Column) -> list[torch.Tensor | None]:
@@ -81,9 +81,9 @@ class Sce(Operator):
             return [None if delta is None else delta * delta for delta in deltas]
 
         means = [at(total / context.numel, context.dtype) for total in sum_each(columns, count, squares)]
-        total = sum_weights(means, context.dtype) if means else 0.0
-        small = not total >= rounded(_SMALL_SUM, context.dtype)
-        found["weights"] = [rounded(1.0 / count if small else mean / total, context.dtype) for mean in means]
+        total = sum_weights(means, context.work) if means else 0.0
+        small = not total >= rounded(_SMALL_SUM, context.work)
+        found["weights"] = [rounded(1.0 / count if small else mean / total, context.work) for mean in means]
         return found
 
     def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, cast
 
-import torch
-
+from mpfs.merge.deferred import torch
 from mpfs.merge.operators.arithmetic import accumulator
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked

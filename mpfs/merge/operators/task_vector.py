@@ -18,20 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import ClassVar, Literal, cast
 
 import numpy as np
-import torch
 
+from mpfs.merge.deferred import torch
 from mpfs.merge.kernels.backend import Kernels
-from mpfs.merge.kernels.columns import BitsColumns, Drawn, Rule, Whole
-from mpfs.merge.operators.arithmetic import (
-    accumulator,
-    difference,
-    moved,
-    quotient,
-    rounded,
-    scaled,
-    sum_experts,
-    sum_weights,
-)
+from mpfs.merge.kernels.columns import BIT_TYPES, BitsColumns, Drawn, Rule, Whole
+from mpfs.merge.operators.arithmetic import accumulator, difference, moved, quotient, scaled, sum_experts
 from mpfs.merge.operators.base import (
     Column,
     FastPath,
@@ -43,7 +34,7 @@ from mpfs.merge.operators.base import (
     TensorContext,
 )
 from mpfs.merge.operators.consensus import counting
-from mpfs.merge.operators.fast import STORED, KernelCounts, TaskVectorPath, drawn_norms, rule_of
+from mpfs.merge.operators.fast import KernelCounts, TaskVectorPath, drawn_norms, rule_of
 from mpfs.merge.operators.magnitude import (
     Counts,
     Patterns,
@@ -56,6 +47,7 @@ from mpfs.merge.operators.magnitude import (
     search_thresholds,
 )
 from mpfs.merge.operators.pieces import by_piece, pieces
+from mpfs.merge.operators.scalars import norm_ratio, rounded, sum_weights
 from mpfs.merge.operators.values import problems, value_of
 from mpfs.merge.random import bernoulli, keep_limit, stream_key
 from mpfs.stats.lanesum import LaneSum
@@ -67,9 +59,6 @@ _INT8_MASK = Parameter("int8_mask", default=False)
 
 _SMALL_DIVISOR = 1e-8
 """A sum of all weights closer to zero than this divides nothing."""
-
-_SMALL_NORM = 1e-7
-"""An L1 norm below this is not matched."""
 
 
 class TaskVectorOperator(Operator):
@@ -111,7 +100,7 @@ class TaskVectorOperator(Operator):
         else:
             mixed = sum_experts(terms, column.start, context.numel, base)
             if normalize:
-                mixed = quotient(mixed, mixed.new_tensor(_divisor(weights, context.dtype)))
+                mixed = quotient(mixed, mixed.new_tensor(_divisor(weights, context.work)))
         factor = self._lambda(parameters)
         if factor != 1:
             mixed = scaled(mixed, factor)
@@ -131,7 +120,7 @@ class TaskVectorOperator(Operator):
 
     def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
         """By the kernels for task vectors."""
-        if context.dtype not in STORED:
+        if context.work not in BIT_TYPES:
             return None
         weights = self._weights(context, parameters)
         return TaskVectorPath(
@@ -144,7 +133,7 @@ class TaskVectorOperator(Operator):
             condense=lambda columns: self.condense(context, parameters, kernels, columns),
             elects=self.elects_sign,
             divide=self._normalize(parameters),
-            divisor=1.0 if self.elects_sign else _divisor(weights, context.dtype),
+            divisor=1.0 if self.elects_sign else _divisor(weights, context.work),
             scale=self._lambda(parameters),
         )
 
@@ -160,7 +149,7 @@ class TaskVectorOperator(Operator):
 
     def _weights(self, context: TensorContext, parameters: Parameters) -> list[float]:
         return [
-            rounded(float(value_of(self.parameters, values, "weight")), context.dtype) for values in parameters.experts
+            rounded(float(value_of(self.parameters, values, "weight")), context.work) for values in parameters.experts
         ]
 
     def _normalize(self, parameters: Parameters) -> bool:
@@ -173,7 +162,7 @@ class TaskVectorOperator(Operator):
         return [float(value_of(self.parameters, values, "density")) for values in parameters.experts]
 
 
-def _divisor(weights: Sequence[float], dtype: torch.dtype) -> float:
+def _divisor(weights: Sequence[float], dtype: str) -> float:
     """What a sum of everything is divided by."""
     divisor = sum_weights(weights, dtype)
     return 1.0 if abs(divisor) < _SMALL_DIVISOR else divisor
@@ -302,13 +291,13 @@ class Ties(TaskVectorOperator):
         densities = self._densities(parameters)
         none_left_out: Sequence[Sequence[LeftOut]] = [()] * len(densities)
         found = search_thresholds(
-            context.dtype,
+            context.work,
             context.numel,
             [keep_count(density, context.numel) for density in densities],
             context.left_out or none_left_out,
             counts,
         )
-        values = [magnitude(t.pattern, context.dtype) for t in found]
+        values = [magnitude(t.pattern, context.work) for t in found]
         return {
             "threshold": [v if np.isfinite(v) else None for v in values],
             "threshold_bits": [t.pattern for t in found],
@@ -411,13 +400,8 @@ class DareLinear(TaskVectorOperator):
         self, context: TensorContext, parameters: Parameters, norms: Mapping[int, tuple[float, float]]
     ) -> Prepared:
         factors = [1.0] * len(parameters.experts)
-        work = torch.bfloat16 if context.dtype == torch.bfloat16 else accumulator(context.dtype)
         for i, (full, masked) in norms.items():
-            before, after = rounded(full, work), rounded(masked, work)
-            if before >= _SMALL_NORM and after >= _SMALL_NORM:
-                ratio = torch.tensor(before, dtype=work) / torch.tensor(after, dtype=work)
-                if bool(torch.isfinite(ratio)):
-                    factors[i] = float(ratio)
+            factors[i] = norm_ratio(full, masked, context.work)
         return {"factor": factors}
 
     def sparsify(
