@@ -29,7 +29,7 @@ from mpfs.store.objects import DATABASE_OF, decode_object, put_object
 from mpfs.store.refs import QUARANTINE, Ref, RefKind, decode_ref, decode_reflog_entry, set_ref
 from mpfs.store.seal import is_sealed, seal
 from mpfs.store.store import Store
-from mpfs.store.writer import StagedBlock, Writer
+from mpfs.store.writer import StagedBlock, WriteFigures, Writer
 
 _BATCH = 512
 _KINDS: tuple[type[Commit] | type[Plan] | type[Run] | type[Snapshot] | type[Tensor], ...] = (
@@ -391,7 +391,7 @@ class Healer(Writer):
         self.wanted = len(self._blocks) + len(self._objects)
         self.healed = 0
 
-    def put_block(self, staged: StagedBlock) -> None:
+    def put_block(self, staged: StagedBlock, figures: WriteFigures | None = None) -> None:
         """Store a block in the place of one that is missing or damaged."""
         with self._lock_healing:
             if staged.block not in self._blocks:

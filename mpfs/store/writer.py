@@ -56,10 +56,19 @@ class WriteFigures:
     deduplicated_blocks: int = 0
     bytes_written: int = 0
 
+    def count(self, staged: StagedBlock, new: bool) -> None:
+        """One block more."""
+        if new:
+            self.new_blocks += 1
+            self.bytes_written += len(staged.data)
+        else:
+            self.deduplicated_blocks += 1
+
 
 @dataclass
 class _Batch:
     blocks: list[StagedBlock] = field(default_factory=list)
+    counted: list[WriteFigures | None] = field(default_factory=list)
     reuse: list[tuple[bytes, bytes]] = field(default_factory=list)
     nbytes: int = 0
 
@@ -94,8 +103,8 @@ class Writer:
     ) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def put_block(self, staged: StagedBlock) -> None:
-        """Stage a block. Durable after the next `flush` or `publish`.
+    def put_block(self, staged: StagedBlock, figures: WriteFigures | None = None) -> None:
+        """Stage a block. Durable after the next `flush` or `publish`, and then also counted in `figures`.
 
         Raises:
             IntegrityError: an other block with the same id is in the store.
@@ -103,6 +112,7 @@ class Writer:
         """
         with self._lock:
             self._pending.blocks.append(staged)
+            self._pending.counted.append(figures)
             self._pending.nbytes += len(staged.data)
             full = self._pending.nbytes >= self._batch_bytes
         if full:
@@ -201,25 +211,23 @@ class Writer:
                 raise
 
     def _write(self, batch: _Batch) -> None:
-        figures = WriteFigures()
+        new: list[bool] = []
         placed: list[BlockId] = []
         # A block that is there already will be compared, page by page; if it is not in memory, all are read at once.
         read_ahead(self._environment, [staged.block for staged in batch.blocks])
         with self._environment.write(needed=batch.nbytes) as txn:
             self._place(txn)
             for staged in batch.blocks:
-                if _put_block(txn, staged):
-                    figures.new_blocks += 1
-                    figures.bytes_written += len(staged.data)
+                new.append(_put_block(txn, staged))
+                if new[-1]:
                     placed.append(staged.block)
-                else:
-                    figures.deduplicated_blocks += 1
             for key, value in batch.reuse:
                 txn.put("reuse", key, seal(key, value))
         self._unplaced = placed
-        self.figures.new_blocks += figures.new_blocks
-        self.figures.deduplicated_blocks += figures.deduplicated_blocks
-        self.figures.bytes_written += figures.bytes_written
+        for staged, is_new, figures in zip(batch.blocks, new, batch.counted, strict=True):
+            for counted in (self.figures, figures):
+                if counted is not None:
+                    counted.count(staged, is_new)
 
     def _place(self, txn: Transaction) -> None:
         """Note where the previous batch's payloads lie in the file, which is known only once they are committed."""
