@@ -78,6 +78,7 @@ class Explanation:
             "base": None if self.plan.base is None else self.plan.models[self.plan.base].name,
             "fidelity_predicted": self.plan.fidelity_predicted,
             "notes": list(self.plan.notes),
+            "renamed": {model: dict(names) for model, names in self.plan.renamed.items()},
             "tensors": [item.as_json() for item in self.tensors],
             "run": None if self.figures is None else self.figures.as_json(),
         }

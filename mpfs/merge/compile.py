@@ -112,6 +112,7 @@ def write_plan(
         cost=_cost(fitted, tensors, full, planned, block_size),
         fidelity_predicted=_fidelity(choices),
         notes=fitted.notes,
+        renamed=fitted.renamed,
     )
 
 

@@ -6,12 +6,14 @@ not take part is either an error or a note in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, TypeAlias
 
 from mpfs.errors import MismatchError, RecipeError
+from mpfs.formats.names import near
+from mpfs.merge.aliases import under_one_naming
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator, Parameters
 from mpfs.merge.outline import Item, Source, outline, parameters_at
@@ -61,12 +63,14 @@ class TensorInputs:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How the models fit: the output's tensors in order, and notes for a person."""
+    """How the models fit: the output's tensors in order, and notes for a person. `renamed` has, by model, names of its
+    tensors that are others in the output."""
 
     base: int | None
     template: int
     tensors: tuple[TensorInputs, ...]
     notes: tuple[str, ...]
+    renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -74,6 +78,8 @@ class _Report:
     """What does not fit, collected over all tensors."""
 
     on_mismatch: OnMismatch
+    known: Sequence[str] = ()
+    doubts: Sequence[str] = ()
     missing: dict[str, list[str]] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
     extra: dict[str, list[str]] = field(default_factory=dict)
@@ -95,6 +101,7 @@ class _Report:
         errors = list(self.impossible)
         notes: list[str] = []
         lenient = notes if self.on_mismatch == "base" else errors
+        lenient.extend(self.doubts)
         lenient.extend(self.lengths)
         if self.reshaped:
             lenient.append(f"shapes differ: {_some(self.reshaped)}")
@@ -106,7 +113,8 @@ class _Report:
                 "or dequantise them"
             )
         for name, tensors in self.extra.items():
-            lenient.append(f"{name} has {_tensors(tensors)} that the base has not: {_some(tensors)}")
+            told = [self._with_near(item) for item in tensors[:_SHOWN]] + tensors[_SHOWN:]
+            lenient.append(f"{name} has {_tensors(tensors)} that the base has not: {_some(told)}")
         if errors:
             crop = "cut vocabularies to what all models have with --on-mismatch crop, " if self.reshaped else ""
             raise MismatchError(
@@ -122,9 +130,17 @@ class _Report:
             notes.append(f"not floating point, equal in all models, carried over: {_some(self.opaque)}")
         return tuple(notes)
 
+    def _with_near(self, name: str) -> str:
+        """A name that the base has not, with one that it has and that is much like it."""
+        alike = near(name, self.known, limit=1)
+        return f"{name} (like {alike[0]} there?)" if alike else name
+
 
 def fit(recipe: Recipe, models: Sequence[Model], operator: Operator, on_mismatch: OnMismatch = "error") -> Fit:
     """Fit models together.
+
+    Tensors that a model names in another way than the base (the first model, where there is no base) are known by the base's
+    names, also to the recipe's filters.
 
     Args:
         recipe: the checked recipe.
@@ -140,12 +156,17 @@ def fit(recipe: Recipe, models: Sequence[Model], operator: Operator, on_mismatch
     """
     names = [model.ref.name for model in models]
     base = None if recipe.base is None else names.index(recipe.base)
+    template = 0 if base is None else base
+    named = under_one_naming(models, template)
+    models = named.models
     laid_out = outline(recipe, models, operator)
-    report = _Report(on_mismatch, extra=laid_out.extra, lengths=laid_out.lengths)
+    report = _Report(
+        on_mismatch, tuple(models[template].tensors), named.doubts, extra=laid_out.extra, lengths=laid_out.lengths
+    )
     fitter = _Fitter(recipe, models, operator, report)
     tensors = [inputs for item in laid_out.items if (inputs := fitter.tensor(item)) is not None]
     notes = report.raise_or_notes(operator.name)
-    return Fit(base, 0 if base is None else base, tuple(tensors), (*laid_out.notes, *notes))
+    return Fit(base, template, tuple(tensors), (*named.notes, *laid_out.notes, *notes), named.renamed)
 
 
 class _Fitter:

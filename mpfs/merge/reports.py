@@ -24,6 +24,7 @@ class PlanReport:
             "plan": self.identity,
             "fidelity_predicted": self.plan.fidelity_predicted,
             "notes": list(self.plan.notes),
+            "renamed": {model: dict(names) for model, names in self.plan.renamed.items()},
             "run": {
                 "expert_bytes_full": cost.expert_bytes_full,
                 "expert_bytes_planned": cost.expert_bytes_planned,

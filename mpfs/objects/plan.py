@@ -182,7 +182,8 @@ class Plan:
     `models` are all inputs in the recipe's order; `base` and `template` index into them: the common ancestor, if the
     method has one, and the model whose side files (config, tokenizer) the result takes. `work_dtype` is the dtype
     that the recipe asks arithmetic to run in, None for the inputs' own; `out_dtype` likewise for the result.
-    `notes` are things that a person should know about the fit of the models. `fidelity_predicted` is
+    `notes` are things that a person should know about the fit of the models. `renamed` has, by a model's name, those of
+    its tensors that are called otherwise in the output: its names to the output's. `fidelity_predicted` is
     1 - |M_budget - M_full| / |M_full - base|, estimated (1 for a plan without a budget).
     """
 
@@ -202,6 +203,7 @@ class Plan:
     cost: Cost
     fidelity_predicted: float
     notes: tuple[str, ...] = ()
+    renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def as_json(self) -> Json:
         """The JSON form: what the canonical encoding encodes."""
@@ -224,6 +226,8 @@ class Plan:
             "cost": asdict(self.cost),
             "fidelity_predicted": self.fidelity_predicted,
             "notes": list(self.notes),
+            # Only where there are any, so that plans without keep the ids that they had before there was the key.
+            **({"renamed": {model: dict(names) for model, names in self.renamed.items()}} if self.renamed else {}),
         }
 
     def encode(self) -> bytes:
@@ -258,6 +262,7 @@ class Plan:
                 cost=Cost(**value["cost"]),
                 fidelity_predicted=value["fidelity_predicted"],
                 notes=tuple(value["notes"]),
+                renamed={model: dict(names) for model, names in value.get("renamed", {}).items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"malformed plan: {error!r}") from error

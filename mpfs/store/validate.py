@@ -76,6 +76,9 @@ def _commit(item: Commit) -> None:
 def _plan(item: Plan) -> None:
     for text in (item.method, item.compat, item.policy, *item.notes):
         _text(text)
+    for renamed in item.renamed.values():
+        for name in (*renamed, *renamed.values()):
+            _text(name)
     for model in item.models:
         _text(model.name)
         _ids(model.commit, model.snapshot)

@@ -63,6 +63,39 @@ def test_weight_normalisation() -> None:
     assert rename(new, old).names == dict(zip(new, old, strict=True))
 
 
+def test_a_prefix_and_other_endings_at_once() -> None:
+    old = [f"bert.{stem}" for stem in ("e.LayerNorm.gamma", "e.LayerNorm.beta", "e.dense.weight", "e.dense.bias")]
+    new = ["e.LayerNorm.weight", "e.LayerNorm.bias", "e.dense.weight", "e.dense.bias"]
+    assert rename(old, new).names == dict(zip(old, new, strict=True))
+    assert rename(new, old).names == dict(zip(new, old, strict=True))
+    assert rename(old, new).rules[0] == "without bert."
+
+
+def test_what_could_be_several_is_not_taken_for_one() -> None:
+    found = rename(["layers.0.w", "x"], ["model.layers.0.w", "net.layers.0.w", "x"])
+    assert found.names == {}
+    assert set(found.ambiguous["layers.0.w"]) == {"model.layers.0.w", "net.layers.0.w"}
+    found = rename(["model.a", "module.a"], ["a"])
+    assert (found.names, found.ambiguous) == ({}, {"module.a": ("a",), "model.a": ("a",)})
+
+
+def test_what_finds_more_is_no_matter_of_doubt() -> None:
+    found = rename(LAYERS, [*(f"model.{name}" for name in LAYERS), f"encoder.{LAYERS[0]}"])
+    assert found.names == {name: f"model.{name}" for name in LAYERS}
+    assert found.ambiguous == {}
+
+
+def test_shapes_decide_between_rules_and_refute_them() -> None:
+    shapes = {"w": 3, "model.w": 3, "net.w": 4}
+    found = rename(["w"], ["model.w", "net.w"], lambda ours, theirs: shapes[ours] == shapes[theirs])
+    assert (found.names, found.ambiguous) == ({"w": "model.w"}, {})
+    assert not rename(["w"], ["net.w"], lambda ours, theirs: shapes[ours] == shapes[theirs])
+
+
+def test_an_encoder_is_no_decoder() -> None:
+    assert not rename(["encoder.block.0.w"], ["decoder.block.0.w"])
+
+
 def test_a_name_that_both_have_is_not_taken() -> None:
     assert rename(["a", "model.a"], ["a", "b"]).names == {}
     assert rename(["model.a"], ["a", "model.b"]).names == {"model.a": "a"}
