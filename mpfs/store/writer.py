@@ -1,7 +1,8 @@
 """Writing: blocks in bounded batches, then everything that makes a commit in one last transaction.
 
 A block, its info and its statistics go in together. Batches are committed (and synced) by a thread of their own, so
-that hashing and computing go on meanwhile; at most two batches are in memory at once.
+that hashing and computing go on meanwhile. At most two batches are in memory at once, one that is being filled and one
+that is being committed: that is what a crash can cost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from mpfs.store.pairs import Pair, PairRecord, pairs_size, put_pair_records
 from mpfs.store.refs import RefKind, set_ref
 from mpfs.store.seal import seal
 
-BATCH_BYTES = 64 << 20
+UNSYNCED_BYTES = 64 << 20
+"""Payload bytes that are staged and not durable yet, at the most: what has to be stored again after a crash."""
+
+BATCH_BYTES = UNSYNCED_BYTES // 2
 """Payload bytes of one write transaction: its pages are held in memory until they are synced."""
 
 
@@ -63,6 +67,18 @@ class WriteFigures:
             self.bytes_written += len(staged.data)
         else:
             self.deduplicated_blocks += 1
+
+    def plus(self, other: WriteFigures) -> WriteFigures:
+        """Both together."""
+        return WriteFigures(
+            self.new_blocks + other.new_blocks,
+            self.deduplicated_blocks + other.deduplicated_blocks,
+            self.bytes_written + other.bytes_written,
+        )
+
+    def less(self, other: WriteFigures) -> WriteFigures:
+        """What was done since it was `other`."""
+        return self.plus(WriteFigures(-other.new_blocks, -other.deduplicated_blocks, -other.bytes_written))
 
 
 @dataclass
