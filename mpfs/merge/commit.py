@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time as clock
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mpfs.merge.architecture import Config
@@ -37,7 +37,7 @@ from mpfs.objects import (
     object_id,
 )
 from mpfs.objects.progress import Progress
-from mpfs.store import RefMove, Store, Writer
+from mpfs.store import RefMove, Store, WriteFigures, Writer
 from mpfs.store.pairs import PairTable
 
 _LARGEST_CONFIG = 1 << 24
@@ -88,13 +88,17 @@ def make_plan(
     seed: int,
     on_mismatch: OnMismatch,
     author: str = "",
+    notes: Sequence[str] = (),
 ) -> Plan:
-    """Fit the models together and choose what to read; see `Repository.plan`. `author` is who cut models are by."""
+    """Fit the models together and choose what to read; see `Repository.plan`.
+
+    `author` is who cut models are by, `notes` what a person should know of the models besides.
+    """
     fitting = fit_models(store, recipe, models, on_mismatch, author)
     return compile_plan(
         recipe,
         fitting.models,
-        fitting.fit,
+        replace(fitting.fit, notes=(*notes, *fitting.fit.notes)),
         fitting.operator,
         store.blocks,
         block_size=store.info.block_size,
@@ -147,7 +151,6 @@ def run_plan(
     """Run a plan and commit its result to a branch; see `Repository.merge`."""
     started, started_at = clock.monotonic(), int(clock.time())
     tip = store.refs.branch_tip(into)
-    identity = object_id(plan.encode())
     with store.writer() as writer:
         outcome = execute(
             plan,
@@ -158,61 +161,116 @@ def run_plan(
             memory=options.memory,
             progress=options.progress,
         )
-        assembled = assemble(
-            store.objects.get(Snapshot, plan.models[plan.template].snapshot),
-            outcome.tensors,
-            plan.out_dtype or plan.work_dtype,
-            layers=layers_taken(plan.recipe),
-            objects=store.objects,
-            blocks=store.blocks,
-            writer=writer,
-            block_size=store.info.block_size,
+        return publish_outcome(
+            store,
+            writer,
+            plan,
+            outcome,
+            into,
+            tip,
+            message=message or describe_merge(plan),
+            author=author,
+            options=options,
+            started_at=started_at,
+            seconds=lambda: clock.monotonic() - started,
         )
-        writer.flush()
-        odd = check_finite(plan, outcome.tensors, store.objects, store.blocks, allow=options.allow_nonfinite)
-        fidelity = _measure(store, plan) if options.verify_fidelity else None
-        figures = _figures(plan, outcome, writer, clock.monotonic() - started, fidelity)
-        snapshot = object_id(assembled.snapshot.encode())
-        current = None if tip is None else store.objects.get(Commit, tip)
-        same = current is not None and current.snapshot == snapshot and current.plan == identity
-        if same and tip is not None:
-            result = tip
-        else:
-            commit = Commit(
-                snapshot=snapshot,
-                parents=() if tip is None else (tip,),
-                inputs=_inputs(plan),
-                plan=identity,
-                message=message or _message(plan),
-                author=author,
-                time=started_at,
-            )
-            result = writer.publish(
-                tensors=assembled.tensors,
-                snapshot=assembled.snapshot,
-                commit=commit,
-                plan=plan,
-                run=lambda made: Run(made, identity, started_at, figures),
-                move=RefMove(into, tip, "branch", f"merge: {plan.method}"),
-            )
+
+
+def publish_outcome(
+    store: Store,
+    writer: Writer,
+    plan: Plan,
+    outcome: Outcome,
+    into: str,
+    tip: ObjectId | None,
+    *,
+    message: str,
+    author: str,
+    options: MergeOptions,
+    started_at: int,
+    seconds: Callable[[], float],
+    variants: int = 1,
+) -> MergeReport:
+    """Commit what running a plan came to.
+
+    Args:
+        store, writer: where to; the writer took the outcome's blocks.
+        plan, outcome: what was run, and what came out.
+        into, tip: the branch, and where it was before.
+        message, author: of the commit.
+        options: of the merge.
+        started_at: in seconds since 1970, UTC.
+        seconds: how long it has taken, asked when all is done.
+        variants: how many plans the writer took blocks of; all blocks must be durable if there are several.
+
+    Raises:
+        RefConflictError: the branch has moved.
+        NonFiniteError: the result holds NaN or infinity.
+    """
+    identity = object_id(plan.encode())
+    before = replace(writer.figures)
+    assembled = assemble(
+        store.objects.get(Snapshot, plan.models[plan.template].snapshot),
+        outcome.tensors,
+        plan.out_dtype or plan.work_dtype,
+        layers=layers_taken(plan.recipe),
+        objects=store.objects,
+        blocks=store.blocks,
+        writer=writer,
+        block_size=store.info.block_size,
+    )
+    writer.flush()
+    odd = check_finite(plan, outcome.tensors, store.objects, store.blocks, allow=options.allow_nonfinite)
+    fidelity = _measure(store, plan) if options.verify_fidelity else None
+    written = writer.figures
+    if variants > 1:
+        # The writer has also written for the others.
+        written = outcome.written.plus(writer.figures.less(before))
+    figures = _figures(plan, outcome, written, seconds(), fidelity, variants)
+    snapshot = object_id(assembled.snapshot.encode())
+    current = None if tip is None else store.objects.get(Commit, tip)
+    same = current is not None and current.snapshot == snapshot and current.plan == identity
+    if same and tip is not None:
+        result = tip
+    else:
+        commit = Commit(
+            snapshot=snapshot,
+            parents=() if tip is None else (tip,),
+            inputs=_inputs(plan),
+            plan=identity,
+            message=message,
+            author=author,
+            time=started_at,
+        )
+        result = writer.publish(
+            tensors=assembled.tensors,
+            snapshot=assembled.snapshot,
+            commit=commit,
+            plan=plan,
+            run=lambda made: Run(made, identity, started_at, figures),
+            move=RefMove(into, tip, "branch", f"merge: {plan.method}"),
+        )
     return MergeReport(
         result, into, snapshot, identity, plan.fidelity_predicted, figures, (*plan.notes, *odd), new_commit=not same
     )
 
 
-def _figures(plan: Plan, outcome: Outcome, writer: Writer, seconds: float, fidelity: float | None) -> Figures:
+def _figures(
+    plan: Plan, outcome: Outcome, written: WriteFigures, seconds: float, fidelity: float | None, variants: int
+) -> Figures:
     return Figures(
         expert_bytes_full=plan.cost.expert_bytes_full,
         expert_bytes_planned=plan.cost.expert_bytes_planned,
         expert_bytes_read=outcome.expert_bytes_read,
         base_bytes_read=outcome.base_bytes_read,
-        bytes_written=writer.figures.bytes_written,
+        bytes_written=written.bytes_written,
         blocks_kept=outcome.blocks_kept,
         blocks_computed=outcome.blocks_computed,
         blocks_reused=outcome.blocks_reused,
-        blocks_deduplicated=writer.figures.deduplicated_blocks,
+        blocks_deduplicated=written.deduplicated_blocks,
         seconds=seconds,
         fidelity=fidelity,
+        variants=variants,
     )
 
 
@@ -237,7 +295,8 @@ def _inputs(plan: Plan) -> tuple[Input, ...]:
     )
 
 
-def _message(plan: Plan) -> str:
+def describe_merge(plan: Plan) -> str:
+    """The message of a merge's commit, where none is given."""
     experts = [model.name for index, model in enumerate(plan.models) if index != plan.base]
     base = "" if plan.base is None else f" into {plan.models[plan.base].name}"
     limit = {

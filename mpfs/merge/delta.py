@@ -125,6 +125,11 @@ class DeltaIterator:
         self._work = work
         self._selected = [frozenset(selection.columns()) for selection in tensor.selections]
 
+    @property
+    def column_elements(self) -> int:
+        """Elements of a column."""
+        return self._tensor.column_elements
+
     def __iter__(self) -> Iterator[Column]:
         """The columns that are computed, in order: what `prepare` streams over. In the others no delta is read."""
         for columns in self.batches():

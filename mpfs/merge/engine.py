@@ -34,7 +34,7 @@ from mpfs.objects.progress import Progress
 from mpfs.stats import delta_gram
 from mpfs.stats.staging import stage_block
 from mpfs.stats.stored import column_records
-from mpfs.store import BlockReader, StagedBlock, Store, WriteFigures, Writer, reuse_key
+from mpfs.store import BlockReader, ObjectReader, StagedBlock, Store, WriteFigures, Writer, reuse_key
 
 DEFAULT_MEMORY = 1 << 30
 FIXED_MEMORY = 512 << 20
@@ -138,13 +138,21 @@ class Execution:
     """One execution of a plan. Blocks are read by `reader`."""
 
     def __init__(
-        self, plan: Plan, store: Store, writer: Writer, reuse: bool, threads: int, memory: int, fast: bool
+        self,
+        plan: Plan,
+        store: Store,
+        writer: Writer,
+        reuse: bool,
+        threads: int,
+        memory: int,
+        fast: bool,
+        objects: ObjectReader | None = None,
     ) -> None:
         self.plan = plan
         self.store = store
         self.writer = writer
         self.reader: BlockReader = store.blocks
-        self.inputs = {tensor.name: PlanInputs.load(store.objects, tensor) for tensor in plan.tensors}
+        self.inputs = {tensor.name: PlanInputs.load(objects or store.objects, tensor) for tensor in plan.tensors}
         allowed: set[BlockId] = set()
         for tensor in plan.tensors:
             allowed |= planned_blocks(tensor, self.inputs[tensor.name])

@@ -18,7 +18,8 @@ def estimate_seconds(cost: Cost, runs: Iterable[Figures]) -> float | None:
 
     Args:
         cost: the plan's.
-        runs: figures of past runs. Those that reused results or also measured fidelity say nothing and are left out.
+        runs: figures of past runs. Those that reused results, also measured fidelity or ran with others say nothing and
+            are left out.
 
     Returns:
         Seconds; None without a run to go by. 0 for a plan that moves nothing.
@@ -27,7 +28,11 @@ def estimate_seconds(cost: Cost, runs: Iterable[Figures]) -> float | None:
     known = [
         (run.expert_bytes_read + run.base_bytes_read + run.bytes_written, run.seconds)
         for run in runs
-        if run.fidelity is None and run.blocks_computed and not run.blocks_reused and run.seconds > 0.0
+        if run.fidelity is None
+        and run.variants == 1
+        and run.blocks_computed
+        and not run.blocks_reused
+        and run.seconds > 0.0
     ]
     known = [(nbytes, seconds) for nbytes, seconds in known if nbytes > 0]
     if not known:

@@ -182,6 +182,11 @@ def _differing(expert: Tensor, base: Tensor | None) -> NDArray[np.bool_]:
     return np.array([ours != theirs for ours, theirs in zip(expert.blocks, base.blocks, strict=True)], bool)
 
 
+def differing_blocks(expert: Tensor, base: Tensor | None) -> Iterator[tuple[BlockId, int]]:
+    """An expert's blocks (with sizes) that are not the base's at that place."""
+    return compress(expert.sized_blocks(), _differing(expert, base).tolist())
+
+
 def blocks_in(
     tensor: Tensor, columns: NDArray[np.bool_], column_elements: int, wanted: NDArray[np.bool_] | None = None
 ) -> Iterator[tuple[BlockId, int]]:

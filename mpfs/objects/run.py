@@ -17,6 +17,8 @@ class Figures:
     `expert_bytes_full` is what a merge without a budget would read of the experts, `expert_bytes_planned` what the
     plan allows, `expert_bytes_read` what was read. `blocks_kept` are output blocks that are the base's,
     `blocks_computed` were computed, `blocks_reused` were found in the reuse table. `fidelity` is measured on request.
+    `variants` is the number of merges that ran together (1: it ran alone): what several of them read or wrote is counted for
+    each that reads it and for the first that writes it, and `seconds` is this one's share of the time, by bytes.
     """
 
     expert_bytes_full: int = 0
@@ -30,6 +32,7 @@ class Figures:
     blocks_deduplicated: int = 0
     seconds: float = 0.0
     fidelity: float | None = None
+    variants: int = 1
 
     def as_json(self) -> dict[str, int | float | None]:
         """The JSON form, by field name."""

@@ -167,9 +167,12 @@ class RefReader:
 
         Raises:
             UsageError: no ref may be called that.
-            RefConflictError: it is a tag.
+            RefConflictError: it is a tag; or it cannot be made, since it would be a directory of another ref, or in one.
         """
         ref = self.find(check_ref_name(name))
+        if ref is None:
+            with self._environment.read() as txn:
+                _refuse_nesting(txn, name)
         if ref is not None and ref.kind != "branch":
             raise RefConflictError(f"{name} is a tag, and tags do not move; choose a branch", ref=name)
         return None if ref is None else ref.commit

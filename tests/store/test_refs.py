@@ -26,7 +26,26 @@ def test_good_names(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "/a", "a/", "a//b", "-a", "=a", "a/,b", ".a", "a/.b", "a..b", "a.", "a b", "a:b", "a\n", "é", "a\0b", "x" * 201, "0" * 64],
+    [
+        "",
+        "/a",
+        "a/",
+        "a//b",
+        "-a",
+        "=a",
+        "a/,b",
+        ".a",
+        "a/.b",
+        "a..b",
+        "a.",
+        "a b",
+        "a:b",
+        "a\n",
+        "é",
+        "a\0b",
+        "x" * 201,
+        "0" * 64,
+    ],
 )
 def test_bad_names(name: str) -> None:
     with pytest.raises(UsageError):

@@ -16,9 +16,6 @@ from mpfs.merge.recipe.documents import parse_values
 from mpfs.merge.recipe.problems import Problem, kind, near, problem
 from mpfs.objects import Budget
 
-DEFAULT_LIMIT = 64
-"""How many variants a sweep has at most, unless more are asked for."""
-
 OPTIONS = ("budget", "fidelity", "policy", "seed")
 """What can be set besides keys of the recipe: options of the merge."""
 
@@ -65,7 +62,7 @@ def parse_setting(text: str) -> Setting:
     return Setting(path, tuple(found))
 
 
-def check_settings(settings: Sequence[Setting], limit: int = DEFAULT_LIMIT) -> None:
+def check_settings(settings: Sequence[Setting], limit: int) -> None:
     """Whether a sweep can have these settings, whatever its recipe is.
 
     Raises:

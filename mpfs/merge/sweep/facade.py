@@ -1,0 +1,99 @@
+"""Sweeping: the part of the facade that merges one recipe with many settings.
+
+The facade inherits it, so that it stays a list of what one can do. Importing it is cheap: torch waits until it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mpfs.objects import Budget
+from mpfs.objects.progress import Progress
+from mpfs.store import Store
+
+if TYPE_CHECKING:
+    from mpfs.merge.naming import ModelFinder
+    from mpfs.merge.sweep.report import SweepReport
+
+DEFAULT_LIMIT = 64
+"""How many variants a sweep has at most, unless more are asked for."""
+
+
+class Sweeps:
+    """Sweeping, for a class that has a store and an author and can find models."""
+
+    _store: Store
+    _author: str
+
+    def _finder(self, folder: Path | None) -> ModelFinder:
+        raise NotImplementedError
+
+    def sweep(
+        self,
+        recipe: str | os.PathLike[str] | Mapping[str, Any],
+        settings: Mapping[str, Sequence[Any]],
+        into: str,
+        *,
+        budget: Budget | None = None,
+        policy: Literal["energy", "layerwise", "uniform", "random"] = "energy",
+        seed: int = 0,
+        on_mismatch: Literal["error", "crop", "base"] = "error",
+        limit: int = DEFAULT_LIMIT,
+        dry_run: bool = False,
+        reuse: bool = True,
+        verify_fidelity: bool = False,
+        allow_nonfinite: bool = False,
+        memory: int = 1 << 30,
+        threads: int | None = None,
+        message: str | None = None,
+        progress: Progress | None = None,
+    ) -> SweepReport:
+        """Merge a recipe with every combination of some settings, and commit each result to a branch of its own.
+
+        All variants are planned together, what several of them read is read once, and each is committed by itself: one
+        that fails is in the report with its error, and the others are committed all the same.
+
+        Args:
+            recipe: a YAML file of one document, or the same as a mapping.
+            settings: the values that keys of the recipe take, by key path: `{"parameters.density": [0.3, 0.5],
+                "models.*.parameters.weight": [0.5, 1.0]}`. A list is entered by index, by the name of a model (or filter), or
+                by `*`. `budget` (of `Budget`), `fidelity`, `policy` and `seed` may be set as well, for each variant.
+            into: the prefix of the branches, `into/density=0.3`; or a template such as `ties/d{density}`.
+            budget: what all variants together may read of the experts, each block counted once; None: everything. A
+                fidelity is what each of them is to come to.
+            limit: the most variants.
+            dry_run: only plan. The plans are stored.
+            message: of each commit, after its settings; default: what was merged.
+            policy, seed, on_mismatch, reuse, verify_fidelity, allow_nonfinite, memory, threads, progress: as for `merge`.
+
+        Raises:
+            UsageError: settings or branches that cannot be.
+            RecipeError, MismatchError, BudgetInfeasibleError, NotFoundError, RefConflictError: some of the variants cannot
+                be merged; all that is known before work starts is told together, and nothing is done.
+            NoSpaceError: the disk or the map is full; what was committed stays.
+        """
+        from mpfs.merge.commit import MergeOptions
+        from mpfs.merge.recipe.documents import load_mapping
+        from mpfs.merge.sweep.plans import SweepOptions, plan_sweep
+        from mpfs.merge.sweep.run import report_plans, run_sweep
+        from mpfs.merge.sweep.settings import Setting
+
+        path = None if isinstance(recipe, Mapping) else Path(recipe)
+        mapping = recipe if isinstance(recipe, Mapping) else load_mapping(Path(recipe))
+        planned = plan_sweep(
+            mapping,
+            [Setting(name, tuple(values)) for name, values in settings.items()],
+            into,
+            self._finder(None if path is None else path.parent),
+            SweepOptions(budget or Budget(), policy, seed, on_mismatch, limit),
+            where="recipe" if path is None else str(path),
+        )
+        if dry_run:
+            for item in planned.variants:
+                self._store.put_plan(item.plan)
+            return report_plans(planned, self._store)
+        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite)
+        return run_sweep(planned, self._store, message=message, author=self._author, options=options)

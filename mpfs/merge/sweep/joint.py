@@ -1,0 +1,192 @@
+"""Planning several merges under one budget: what is read for one of them is there for all. Pure but for statistics.
+
+The merges are weighed as one. A block is worth what it keeps of each of them, as a share of that merge's own delta
+energy, so that no merge counts for more because its weights are large; the planner then chooses for the sum as it
+would for one merge. Where the merges agree on what matters (all weights in proportion, whatever the densities) this is
+the choice that each would have made alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpfs.merge.commit import Fitting
+from mpfs.merge.compile import (
+    Chosen,
+    Merged,
+    check_budget,
+    choose_all,
+    choose_within,
+    distinct_bytes,
+    limit_of,
+    write_plan,
+)
+from mpfs.merge.inputs import TensorInputs
+from mpfs.merge.planner import Candidates, Policy, judge
+from mpfs.merge.recipe import Recipe
+from mpfs.merge.weighing import Weighed, Weigher, differing_blocks
+from mpfs.objects import BlockId, Budget, ObjectId, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the merges."""
+
+    recipe: Recipe
+    fitting: Fitting
+    policy: Policy
+    seed: int
+
+
+@dataclass(slots=True)
+class _Unit:
+    """What the merges have in common at one output tensor: the base, the width of columns, and all of their experts.
+
+    `gram` (C, E, E) and `drift` are sums over the merges.
+    """
+
+    first: Weighed
+    places: dict[ObjectId, int] = field(default_factory=dict)
+    experts: list[tuple[int, Weighed]] = field(default_factory=list)
+    gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0, 0)))
+    drift: float = 0.0
+    whole: bool = False
+
+    def places_of(self, inputs: TensorInputs) -> list[int]:
+        """Where the experts of one merge are among all."""
+        return [self.places[item.identity] for _, item in inputs.experts]
+
+    def weighed(self) -> Weighed:
+        """As the planner sees it."""
+        inputs = replace(self.first.inputs, experts=tuple(item.inputs.experts[index] for index, item in self.experts))
+        cost = np.stack([item.candidates.cost[:, index] for index, item in self.experts], axis=1)
+        candidates = Candidates(inputs.name, self.gram, cost, self.whole, self.drift)
+        return Weighed(inputs, tuple(item.differing[index] for index, item in self.experts), candidates)
+
+
+def expert_bytes(parts: Sequence[Part]) -> int:
+    """The distinct expert bytes that merges read together without a budget."""
+    sizes: dict[BlockId, int] = {}
+    seen: set[tuple[ObjectId, ObjectId | None]] = set()
+    for part in parts:
+        for inputs in part.fitting.fit.tensors:
+            for _, expert in inputs.experts if inputs.merged else ():
+                key = (expert.identity, None if inputs.base is None else inputs.base.identity)
+                if key not in seen:
+                    seen.add(key)
+                    sizes.update(differing_blocks(expert.tensor, None if inputs.base is None else inputs.base.tensor))
+    return sum(sizes.values())
+
+
+def plan_together(parts: Sequence[Part], weigher: Weigher, *, block_size: int, budget: Budget) -> list[Plan]:
+    """Plan several merges whose reads, all together, are within one budget.
+
+    Args:
+        parts: the merges; policy and seed of the first one choose.
+        weigher: weighs their tensors; one that keeps what it finds.
+        block_size: the repository's, in bytes.
+        budget: in bytes, or in percent of what all of the merges would read without one, each block counted once.
+
+    Raises:
+        BudgetInfeasibleError: together they must read more.
+        UsageError: a budget that cannot be meant.
+    """
+    check_budget(budget)
+    units = _units(parts, weigher)
+    joint: Merged = {name: unit.weighed() for name, unit in units.items()}
+    chosen = choose_all(joint)
+    full = distinct_bytes(joint, chosen)
+    limit = limit_of(budget, full)
+    if limit is not None and limit < full:
+        methods = ", ".join(dict.fromkeys(part.recipe.method for part in parts))
+        chosen = choose_within(joint, methods, limit, None, parts[0].policy, parts[0].seed)
+    return [_plan(part, weigher, units, chosen, block_size, budget, limit) for part in parts]
+
+
+def _units(parts: Sequence[Part], weigher: Weigher) -> dict[str, _Unit]:
+    """What is read, by a name for each: the sum of what the merges weigh, each as a share of its own energy."""
+    units: dict[str, _Unit] = {}
+    for part in parts:
+        for name, item in _weighed(part, weigher):
+            unit = units.setdefault(name, _Unit(_bare(item)))
+            for index, (_, expert) in enumerate(item.inputs.experts):
+                if expert.identity not in unit.places:
+                    unit.places[expert.identity] = len(unit.places)
+                    unit.experts.append((index, _bare(item)))
+            unit.whole |= item.candidates.whole_columns
+    for unit in units.values():
+        columns, count = len(unit.first.candidates.cost), len(unit.places)
+        unit.gram = np.zeros((columns, count, count))
+    for part in parts:
+        energy = sum(
+            max(0.0, float(np.cumsum(item.candidates.energy)[-1]) + item.candidates.drift)
+            for _, item in _weighed(part, weigher)
+            if len(item.candidates.cost)
+        )
+        if energy <= 0.0:
+            continue
+        for name, item in _weighed(part, weigher):
+            unit = units[name]
+            places = unit.places_of(item.inputs)
+            for i, first in enumerate(places):
+                for j, second in enumerate(places):
+                    unit.gram[:, first, second] += item.candidates.gram[:, i, j] / energy
+            unit.drift += item.candidates.drift / energy
+    return units
+
+
+def _bare(item: Weighed) -> Weighed:
+    """What does not depend on a merge's weights."""
+    return replace(item, candidates=replace(item.candidates, gram=np.zeros((0, 0, 0))))
+
+
+def _weighed(part: Part, weigher: Weigher) -> Iterator[tuple[str, Weighed]]:
+    """The merged tensors of a merge, one at a time: all of them at once would take memory for each merge."""
+    for inputs in part.fitting.fit.tensors:
+        if inputs.merged:
+            yield _name(inputs), weigher.weigh(inputs, part.fitting.operator)
+
+
+def _name(inputs: TensorInputs) -> str:
+    """What tensors of several merges have in common whose columns and base are the same."""
+    base = "" if inputs.base is None else inputs.base.identity
+    return f"{inputs.name}\n{inputs.column_elements}\n{inputs.numel}\n{base}"
+
+
+def _plan(
+    part: Part,
+    weigher: Weigher,
+    units: dict[str, _Unit],
+    chosen: Chosen,
+    block_size: int,
+    budget: Budget,
+    limit: int | None,
+) -> Plan:
+    """The plan of one merge: of what is read at all, what it has a use for."""
+    weighed: Merged = {}
+    reads = []
+    for name, item in _weighed(part, weigher):
+        weighed[item.inputs.name] = item
+        reads.append(chosen[name].read[:, units[name].places_of(item.inputs)])
+    judged = judge([item.candidates for item in weighed.values()], reads)
+    choices: Chosen = dict(zip(weighed, judged.tensors, strict=True))
+    full = distinct_bytes(weighed, choose_all(weighed))
+    # In percent of all merges it may be more than the same percentage of this one.
+    own = budget if limit is None or limit_of(budget, full) == limit else Budget("bytes", float(limit))
+    return write_plan(
+        part.recipe,
+        part.fitting.models,
+        part.fitting.fit,
+        part.fitting.operator,
+        choices,
+        full,
+        distinct_bytes(weighed, choices),
+        block_size,
+        own,
+        part.policy,
+        part.seed,
+    )
