@@ -39,6 +39,7 @@ from mpfs.store import (
     heal,
     repair,
 )
+from mpfs.store.pairs import PairRecord
 from mpfs.store.store import DEFAULT_BLOCK_SIZE, DEFAULT_MAP_SIZE
 from mpfs.store.validate import validate
 from mpfs.vfs.contents import Contents
@@ -456,7 +457,15 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
             progress: told records done, of all.
         """
         stats_of = _stats_of if read_data and statistics is not False else None
-        return check(self._store, read_data=read_data, subset=subset, since=since, stats_of=stats_of, progress=progress)
+        return check(
+            self._store,
+            read_data=read_data,
+            subset=subset,
+            since=since,
+            stats_of=stats_of,
+            pairs_of=self._compared if stats_of is not None else None,
+            progress=progress,
+        )
 
     def repair(self, *, progress: Progress | None = None) -> RepairReport:
         """Check everything, make anew what can be (statistics, indices, damaged refs), and put commits that have lost
@@ -465,7 +474,12 @@ class Repository(Contents, Imports, AbstractContextManager["Repository"]):
         Raises:
             IntegrityError: the store's pages are damaged, so that nothing of it can be trusted.
         """
-        return repair(self._store, stats_of=_stats_of, author=self._author, progress=progress)
+        return repair(self._store, stats_of=_stats_of, pairs_of=self._compared, author=self._author, progress=progress)
+
+    def _compared(self, a: Tensor, b: Tensor) -> PairRecord:
+        from mpfs.stats.stored import compare
+
+        return compare(self._store.blocks, a, b, "two tensors that are compared", binned=True)
 
     def heal(self, source: str | os.PathLike[str], *, progress: Progress | None = None) -> HealReport:
         """Take blocks and objects that are damaged or missing from a checkpoint that still has them.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from mpfs.errors import IntegrityError, UsageError
+from mpfs.errors import IntegrityError, NotFoundError, UsageError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor, block_id
 from mpfs.objects.dtypes import CODES
 from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
@@ -24,6 +24,7 @@ from mpfs.store.environment import Transaction
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import DATABASE_OF, decode_object
 from mpfs.store.pages import verify
+from mpfs.store.pairs import Pair, PairRecord, is_recorded, pair_of, pair_problem
 from mpfs.store.reach import Reach
 from mpfs.store.refs import decode_ref, decode_reflog_entry
 from mpfs.store.seal import SEAL_SIZE, is_sealed
@@ -53,6 +54,9 @@ _COUNTED = ("refs", "reflog", "commits", "plans", "runs", "snapshots", "tensors"
 StatsOf: TypeAlias = Callable[[memoryview, str, int], bytes]
 """Makes the record of a block's statistics from its bytes, its dtype and the index of its first element."""
 
+PairsOf: TypeAlias = Callable[[Tensor, Tensor], PairRecord]
+"""Compares two tensors; raises IntegrityError if a block of theirs cannot be read."""
+
 _PAGE_ATTEMPTS = 20
 
 _Object = TypeVar("_Object", Commit, Plan, Run, Snapshot, Tensor)
@@ -64,7 +68,7 @@ class Problem:
 
     `kind` is a stable word: `missing_X` (it is referred to and not there), `damaged_X` (its bytes are not what its id
     or checksum says, or cannot be read), with X one of meta, ref, reflog, commit, snapshot, plan, run, tensor, block,
-    block_info, stats, reuse, pairs, page; `wrong_size`, `wrong_run_index`, `wrong_stats` and `stray_stats`. `object` is the
+    block_info, stats, reuse, pairs, page; `wrong_size`, `wrong_run_index`, `wrong_stats`, `wrong_pairs` and `stray_stats`. `object` is the
     id, or the ref's name. While there is a `damaged_page`, nothing else is looked at: LMDB itself cannot be trusted.
     """
 
@@ -93,13 +97,15 @@ def check(
     subset: float | None = None,
     since: float | None = None,
     stats_of: StatsOf | None = None,
+    pairs_of: PairsOf | None = None,
     progress: Progress | None = None,
 ) -> FsckReport:
     """Check a store, reading only, under the shared lock: writers may go on, gc waits.
 
     With `read_data` every block is read and hashed, or of all blocks a random share `subset` (0 < subset <= 1), another
     one each time; with `since` (seconds since 1970, UTC) only the blocks of younger commits. With `stats_of` the
-    statistics of what is read are computed again. `progress` is called with (done, total), in records.
+    statistics of what is read are computed again, with `pairs_of` those of pairs of tensors, or of the same share of them
+    (not with `since`). `progress` is called with (done, total), in records.
 
     Raises:
         UsageError: `subset` is not a share, or it or `since` was given without `read_data`.
@@ -112,7 +118,7 @@ def check(
         raise UsageError("a time since when to check the data needs the data read")
     with repository_lock(store.path / "lock", exclusive=False):
         share = subset if subset is not None else float(read_data)
-        return Check(store, progress, stats_of, since).run(share)
+        return Check(store, progress, stats_of, since, pairs_of).run(share)
 
 
 @dataclass
@@ -123,6 +129,7 @@ class Check:
     progress: Progress | None = None
     stats_of: StatsOf | None = None
     since: float | None = None
+    pairs_of: PairsOf | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0))
     problems: dict[tuple[str, str], str] = field(default_factory=dict)
     used_plans: set[ObjectId] = field(default_factory=set)
@@ -174,6 +181,8 @@ class Check:
         self._caches()
         if share:
             self._data(share)
+        if share and self.pairs_of is not None and self.since is None:
+            self._pairs(share, self.pairs_of)
 
     def _problem(self, kind: str, name: str, detail: str) -> None:
         self.problems.setdefault((kind, name), detail)
@@ -384,13 +393,17 @@ class Check:
             self._advance(len(batch), "stats")
 
     def _caches(self) -> None:
-        for database in ("reuse", "pairs"):
-            for _, batch in self.store.environment.batches(database):
-                for key, value in batch:
-                    if not is_sealed(key, value):
-                        detail = "it does not match its checksum; it is not used"
-                        self._problem(f"damaged_{database}", key.hex(), detail)
-                self._advance(len(batch))
+        for _, batch in self.store.environment.batches("reuse"):
+            for key, value in batch:
+                if not is_sealed(key, value):
+                    self._problem("damaged_reuse", key.hex(), "it does not match its checksum; it is not used")
+            self._advance(len(batch))
+        for txn, batch in self.store.environment.batches("pairs"):
+            for key, value in batch:
+                problem = pair_problem(txn, key, value)
+                if problem is not None:
+                    self._problem("damaged_pairs", key.hex(), problem)
+            self._advance(len(batch))
 
     def _data(self, share: float) -> None:
         for chosen in self._chosen(share):
@@ -407,6 +420,29 @@ class Check:
                     elif self.stats_of is not None:
                         self._recompute(txn, block, payload, self.stats_of)
             self._advance(len(chosen))
+
+    def _pairs(self, share: float, pairs_of: PairsOf) -> None:
+        """Pairs of tensors, compared again."""
+        source = random.Random()
+        chosen: dict[Pair, list[bytes]] = {}
+        for _, batch in self.store.environment.batches("pairs", values=False):
+            for key, _ in batch:
+                pair = pair_of(key)
+                if pair is not None and (pair in chosen or source.random() < share):
+                    chosen.setdefault(pair, []).append(key)
+        for pair, keys in chosen.items():
+            try:
+                a, b = (self.store.objects.get(Tensor, name) for name in pair)
+                wanted = pairs_of(a, b)
+            except (IntegrityError, NotFoundError):
+                continue  # reported already
+            with self.store.environment.read() as txn:
+                for key in keys:
+                    value = txn.get("pairs", key)
+                    if value is None or pair_problem(txn, key, value) is not None:
+                        continue  # likewise
+                    if not is_recorded(wanted, key, bytes(value[:-SEAL_SIZE]), a.numel):
+                        self._problem("wrong_pairs", key.hex(), "its statistics are not those of its tensors")
 
     def _recompute(self, txn: Transaction, block: BlockId, payload: memoryview, stats_of: StatsOf) -> None:
         for key, value in txn.scan("stats", block):

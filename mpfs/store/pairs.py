@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,9 @@ from mpfs.store.environment import Environment, Transaction
 from mpfs.store.histogram import unpack_histogram
 from mpfs.store.locks import repository_lock
 from mpfs.store.seal import is_sealed, seal, unseal
-from mpfs.store.store import Store
+
+if TYPE_CHECKING:
+    from mpfs.store.store import Store
 
 Pair: TypeAlias = tuple[ObjectId, ObjectId]
 
@@ -96,25 +98,46 @@ def pair_problem(txn: Transaction, key: bytes, value: memoryview) -> str | None:
     """What is wrong with an entry, judged by itself and by the tensors that it names; None if nothing is."""
     if not is_sealed(key, value):
         return "it does not match its checksum"
-    names, suffix = (key[:_ID_SIZE], key[_ID_SIZE : 2 * _ID_SIZE]), key[2 * _ID_SIZE :]
-    if suffix not in (b"", HISTOGRAM) or not names[0] < names[1]:
+    names = pair_of(key)
+    if names is None:
         return "its key names no pair"
+    if not all(txn.contains("tensors", bytes.fromhex(name)) for name in names):
+        return "a tensor of it is not there"
     tensors = [_tensor(txn, name) for name in names]
     if tensors[0] is None or tensors[1] is None:
-        return "a tensor of it is not there"
+        return None  # damaged, and reported as that
     a, b = tensors[0], tensors[1]
     if (a.dtype, a.shape, a.block_size) != (b.dtype, b.shape, b.block_size) or a.dtype not in MERGEABLE:
         return "its tensors cannot be compared"
     payload = unseal(key, value, "pair")
-    if suffix == HISTOGRAM:
+    if key.endswith(HISTOGRAM, 2 * _ID_SIZE):
         sound = not payload or unpack_histogram(payload, a.numel) is not None
         return None if sound else "it is no histogram of so many elements"
     sound = len(payload) == 8 * len(a.blocks) and bool((np.frombuffer(payload, "<f8") >= 0.0).all())
     return None if sound else "it is not a distance for each block"
 
 
-def _tensor(txn: Transaction, name: bytes) -> Tensor | None:
-    data = txn.get("tensors", name)
+def pair_of(key: bytes) -> Pair | None:
+    """The two tensors that a key names, the smaller id first; None if it is no key."""
+    first, second, suffix = key[:_ID_SIZE], key[_ID_SIZE : 2 * _ID_SIZE], key[2 * _ID_SIZE :]
+    sound = suffix in (b"", HISTOGRAM) and len(second) == _ID_SIZE and first < second
+    return (first.hex(), second.hex()) if sound else None
+
+
+def is_recorded(record: PairRecord, key: bytes, payload: bytes, numel: int) -> bool:
+    """Whether a payload stored under one of a pair's keys is what the pair's record says."""
+    wanted = record.histogram if key.endswith(HISTOGRAM, 2 * _ID_SIZE) else record.distances
+    if wanted == payload:
+        return True
+    if wanted is None or not key.endswith(HISTOGRAM, 2 * _ID_SIZE):
+        return False
+    # Another zlib may have packed the same counts otherwise.
+    counts = [unpack_histogram(packed, numel) for packed in (wanted, payload)]
+    return counts[0] is not None and counts[1] is not None and bool((counts[0] == counts[1]).all())
+
+
+def _tensor(txn: Transaction, name: ObjectId) -> Tensor | None:
+    data = txn.get("tensors", bytes.fromhex(name))
     try:
         return None if data is None else Tensor.decode(bytes(data))
     except ValueError:

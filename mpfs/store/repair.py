@@ -23,9 +23,10 @@ from mpfs.objects.ids import BLOCK_ID_SIZE
 from mpfs.objects.progress import Progress
 from mpfs.store.blocks import RAW, BlockInfo, stats_key
 from mpfs.store.environment import Transaction
-from mpfs.store.fsck import Check, FsckReport, StatsOf
+from mpfs.store.fsck import Check, FsckReport, PairsOf, StatsOf
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import DATABASE_OF, decode_object, put_object
+from mpfs.store.pairs import pair_problem
 from mpfs.store.refs import QUARANTINE, Ref, RefKind, decode_ref, decode_reflog_entry, set_ref
 from mpfs.store.seal import is_sealed, seal
 from mpfs.store.store import Store
@@ -69,7 +70,13 @@ class HealReport:
 
 
 def repair(
-    store: Store, *, stats_of: StatsOf, author: str, progress: Progress | None = None, lock_timeout: float = 10.0
+    store: Store,
+    *,
+    stats_of: StatsOf,
+    pairs_of: PairsOf | None = None,
+    author: str,
+    progress: Progress | None = None,
+    lock_timeout: float = 10.0,
 ) -> RepairReport:
     """Check everything, with all data, and repair what can be; see the module's text. Killed, it can be run again.
 
@@ -80,7 +87,7 @@ def repair(
     """
     with repository_lock(store.path / "lock", exclusive=True, timeout=lock_timeout):
         store.environment.catch_up()
-        before = Check(store, progress, stats_of).run(1.0)
+        before = Check(store, progress, stats_of, pairs_of=pairs_of).run(1.0)
         if any(problem.kind == "damaged_page" for problem in before.problems):
             raise IntegrityError(
                 f"{store.path}: pages of the store are damaged ({before.problems[0].detail}); what LMDB cannot read "
@@ -89,7 +96,7 @@ def repair(
         # Without a problem there may still be a quarantine to be lifted.
         sick = before.problems or any(ref.name.startswith(QUARANTINE) for ref in store.refs.all())
         actions = _Repair(store, stats_of, author, before).run() if sick else []
-        return RepairReport(tuple(actions), Check(store, None, stats_of).run(1.0))
+        return RepairReport(tuple(actions), Check(store, None, stats_of, pairs_of=pairs_of).run(1.0))
 
 
 @dataclass
@@ -170,10 +177,14 @@ class _Repair:
         self._did(made, "made records of statistics anew")
 
     def _caches(self) -> None:
-        for database in ("reuse", "pairs"):
-            useless = []
-            for _, batch in self.store.environment.batches(database):
-                useless += [key for key, value in batch if not is_sealed(key, value)]
+        found: dict[str, list[bytes]] = {"reuse": [], "pairs": []}
+        for _, batch in self.store.environment.batches("reuse"):
+            found["reuse"] += [key for key, value in batch if not is_sealed(key, value)]
+        for reading, batch in self.store.environment.batches("pairs"):
+            found["pairs"] += [key for key, value in batch if pair_problem(reading, key, value) is not None]
+        suspect = {bytes.fromhex(name) for name in self._named("wrong_pairs")}
+        found["pairs"] += [key for key in suspect if key not in found["pairs"]]
+        for database, useless in found.items():
             for txn, key in self._writing(useless):
                 txn.delete(database, key)
             self._did(len(useless), f"removed damaged entries of {database}")
