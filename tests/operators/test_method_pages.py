@@ -9,14 +9,17 @@ from pathlib import Path
 import operator_cases as cases
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from mpfs.errors import NotFoundError, UsageError
+from mpfs.errors import NotFoundError, RecipeError, UsageError
 from mpfs.merge.operators import Operator, Parameters, get_operator, operator_names
 from mpfs.merge.operators.registry import GROUP
+from mpfs.repository import Repository
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted((DOCS / "methods").glob("*.md"))
 SHOWN = re.search(r"^```python\n(.*?)^```", (DOCS / "writing-a-method.md").read_text("utf-8"), re.M | re.S)
+RECIPE = re.search(r"^```yaml\n(.*?)^```", (DOCS / "writing-a-method.md").read_text("utf-8"), re.M | re.S)
 
 
 @pytest.mark.parametrize("name", operator_names())
@@ -78,6 +81,31 @@ def test_the_method_on_the_page_works(installed: Path) -> None:
     norms = [float((model.double() - base.double()).norm()) for model in models]
     assert float((whole.double() - base.double()).norm()) == pytest.approx(0.5 * sum(norms) / 3, rel=0.05)
     assert torch.equal(cases.merge("agreement", base, [base] * 3, values), base)
+
+
+def test_the_recipe_on_the_page_runs(installed: Path, tmp_path: Path) -> None:
+    """A method of another package, found by its entry point, with a parameter that only it has."""
+    assert RECIPE is not None
+    tensors = {}
+    for seed, name in enumerate(("base", "e0", "e1", "e2")):
+        generator = torch.Generator().manual_seed(seed)
+        base = torch.full((40, 30), 0.5)
+        tensors[name] = {part: base + torch.randn(base.shape, generator=generator) * seed for part in ("mlp", "attn")}
+    file = tmp_path / "recipe.yml"
+    with Repository.create(tmp_path / "repo", block_size=4096, map_size=1 << 28, author="tester") as repository:
+        for name, model in tensors.items():
+            save_file(model, tmp_path / f"{name}.safetensors")
+            repository.import_checkpoint(tmp_path / f"{name}.safetensors", name, threads=1)
+        file.write_text(RECIPE[1], "utf-8")
+        repository.merge(file, "merged", threads=1)
+        merged = repository.load("merged")
+        for part, strength in (("mlp", 0.5), ("attn", 1.0)):
+            base, *experts = (model[part].reshape(-1) for model in tensors.values())
+            wanted = cases.merge("agreement", base, experts, Parameters({"strength": strength}, [{}] * 3))
+            assert torch.equal(merged[part].reshape(-1), wanted)
+        file.write_text(RECIPE[1].replace("strength", "strenght"), "utf-8")
+        with pytest.raises(RecipeError, match=r"strenght: agreement has no such parameter; did you mean strength\?"):
+            repository.plan(file)
 
 
 def test_what_cannot_be_loaded_is_told(installed: Path) -> None:

@@ -12,7 +12,7 @@ from mpfs.merge.operators.base import (
     Scalar,
     TensorContext,
 )
-from mpfs.merge.operators.registry import get_operator, operator_names
+from mpfs.merge.operators.registry import get_operator, operator_names, own_parameters
 
 __all__ = [
     "Column",
@@ -25,4 +25,5 @@ __all__ = [
     "TensorContext",
     "get_operator",
     "operator_names",
+    "own_parameters",
 ]

@@ -55,6 +55,11 @@ _LOADED: dict[tuple[str, str], Operator] = {}
 """Methods of other packages, by name and the class's place, once they were asked for."""
 
 
+def own_parameters() -> frozenset[str]:
+    """The names of all parameters of MPFS's own methods, which are mergekit's; no other package is imported."""
+    return frozenset(parameter.name for operator in _OPERATORS.values() for parameter in operator.parameters)
+
+
 def operator_names() -> tuple[str, ...]:
     """The names of all methods, other packages' too, in alphabetical order."""
     return tuple(sorted({*_OPERATORS, *(point.name for point in entry_points(group=GROUP))}))

@@ -1,13 +1,12 @@
 """The recipe: mergekit's YAML, read strictly; see docs/recipes.md."""
 
 from mpfs.merge.recipe.documents import MAX_RECIPE_BYTES, load_recipe, load_recipes, parse_recipe, parse_recipes
-from mpfs.merge.recipe.grammar import KNOWN_PARAMETERS, recipe_from_mapping
+from mpfs.merge.recipe.grammar import recipe_from_mapping
 from mpfs.merge.recipe.model import DTYPES, Recipe, RecipeModel, RecipeModule, RecipeSlice
 from mpfs.merge.recipe.values import Choice, Value, depends_on_layer, evaluate
 
 __all__ = [
     "DTYPES",
-    "KNOWN_PARAMETERS",
     "MAX_RECIPE_BYTES",
     "Choice",
     "Recipe",

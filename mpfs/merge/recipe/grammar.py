@@ -7,7 +7,7 @@ error, and all of them are told at once, each with its key path.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,36 +16,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from mpfs.errors import NotFoundError, RecipeError
-from mpfs.merge.operators import Operator, get_operator, operator_names
+from mpfs.merge.operators import Operator, get_operator, operator_names, own_parameters
 from mpfs.merge.recipe.model import DTYPES, Recipe, RecipeModel, RecipeModule, RecipeSlice
 from mpfs.merge.recipe.problems import Problem, kind, near, problem
 from mpfs.merge.recipe.values import Value, read_value
-
-KNOWN_PARAMETERS = frozenset(
-    [
-        "alpha",
-        "density",
-        "eps",
-        "epsilon",
-        "filter_wise",
-        "gamma",
-        "int8_mask",
-        "lambda",
-        "max_iter",
-        "normalize",
-        "normalize_weights",
-        "nuslerp_flatten",
-        "nuslerp_row_wise",
-        "r",
-        "rescale",
-        "scale",
-        "select_topk",
-        "t",
-        "tol",
-        "weight",
-    ]
-)
-"""Parameters of any mergekit method: one that the chosen method has no use for is ignored, as mergekit does."""
 
 _LATER = {
     "tokenizer_source": "tokenizer_source",
@@ -139,7 +113,7 @@ def recipe_from_mapping(value: Mapping[str, Any], where: str = "recipe") -> Reci
     try:
         recipe = _check(_Document.model_validate(known), problems)
     except ValidationError as error:
-        wrong = _shape_problems(error)
+        wrong = _shape_problems(error, _parameters_of(value.get("merge_method")))
         problems += [problem(_key_path(at), message) for at, message in wrong]
         # What can be read all the same may have mistakes as well, and they are told together.
         with suppress(ValidationError):
@@ -153,7 +127,7 @@ def recipe_from_mapping(value: Mapping[str, Any], where: str = "recipe") -> Reci
     return recipe
 
 
-def _shape_problems(error: ValidationError) -> list[tuple[_Location, str]]:
+def _shape_problems(error: ValidationError, parameters: Collection[str]) -> list[tuple[_Location, str]]:
     """What is missing, unknown or of the wrong kind: where, and what to say of it; one for each place."""
     found: dict[_Location, str] = {}
     for item in error.errors():
@@ -161,8 +135,16 @@ def _shape_problems(error: ValidationError) -> list[tuple[_Location, str]]:
         # A model is text or a mapping: of the two ways to fail only that one is told which was meant.
         other = "str" if isinstance(item["input"], dict) else _ModelReference.__name__
         if item["loc"][-1] != other:
-            found.setdefault(location, _explain(item, location))
+            found.setdefault(location, _explain(item, location, parameters))
     return list(found.items())
+
+
+def _parameters_of(method: object) -> frozenset[str]:
+    """What may stand under `parameters:` in a recipe of this method, which there may not be."""
+    with suppress(NotFoundError):
+        if isinstance(method, str):
+            return own_parameters() | {parameter.name for parameter in get_operator(method).parameters}
+    return own_parameters()
 
 
 def _patched(value: Mapping[str, Any], wrong: Iterable[_Location]) -> dict[str, Any]:
@@ -193,7 +175,7 @@ def _check(document: _Document, problems: list[Problem]) -> Recipe:
     except NotFoundError as error:
         problems.append(problem("merge_method", error.message))
     base = None if document.base_model is None else _name(document.base_model, "base_model", problems)
-    shared = _values(document.parameters, "parameters", problems)
+    shared = _values(document.parameters, "parameters", operator, problems)
     reader = _Reader(operator, base, problems)
     _check_contents(document, "", problems)
     models = reader.models(document.models, "", (shared,))
@@ -239,7 +221,7 @@ class _Reader:
     problems: list[Problem]
 
     def module(self, name: str, given: _Module, path: str, shared: Mapping[str, Value]) -> RecipeModule:
-        own = _values(given.parameters, f"{path}.parameters", self.problems)
+        own = _values(given.parameters, f"{path}.parameters", self.operator, self.problems)
         _check_contents(given, f"{path}.", self.problems)
         models = self.models(given.models, f"{path}.", (own, shared))
         return RecipeModule(name, models, self.slices(given.slices, f"{path}.", (own, shared)), own)
@@ -260,7 +242,7 @@ class _Reader:
         return tuple(self._slice(item, f"{path}slices[{index}]", levels) for index, item in enumerate(given or []))
 
     def _slice(self, given: _Slice, path: str, levels: tuple[Mapping[str, Value], ...]) -> RecipeSlice:
-        own = _values(given.parameters, f"{path}.parameters", self.problems)
+        own = _values(given.parameters, f"{path}.parameters", self.operator, self.problems)
         base = None if given.base_model is None else _name(given.base_model, f"{path}.base_model", self.problems)
         sources = self._entries(given.sources, f"{path}.sources")
         if not sources:
@@ -278,7 +260,7 @@ class _Reader:
         for index, entry in enumerate(entries):
             where = f"{path}[{index}]"
             name = _name(entry.model, f"{where}.model", self.problems)
-            parameters = _values(entry.parameters, f"{where}.parameters", self.problems)
+            parameters = _values(entry.parameters, f"{where}.parameters", self.operator, self.problems)
             if any(item.name == name for item in models):
                 self.problems.append(problem(f"{where}.model", f"{name} is listed twice"))
             layers = None
@@ -332,12 +314,19 @@ class _Reader:
             self.problems.append(problem(path, message))
 
 
-def _values(given: Mapping[str, Any] | None, path: str, problems: list[Problem]) -> dict[str, Value]:
+def _values(
+    given: Mapping[str, Any] | None, path: str, operator: Operator | None, problems: list[Problem]
+) -> dict[str, Value]:
+    """Parameters that the method has. Those of mergekit's other methods are ignored, as mergekit does."""
+    own = [] if operator is None else [parameter.name for parameter in operator.parameters]
+    others = own_parameters()
     known: dict[str, Value] = {}
     for name, item in (given or {}).items():
         where = f"{path}.{name}"
-        if name not in KNOWN_PARAMETERS:
-            problems.append(problem(where, f"no method has this parameter{near(str(name), KNOWN_PARAMETERS)}"))
+        if name not in own and name not in others:
+            hint = near(str(name), own) or near(str(name), others)
+            what = "no method has this parameter" if operator is None else f"{operator.name} has no such parameter"
+            problems.append(problem(where, f"{what}{hint}"))
             continue
         value = read_value(item, where, problems)
         if value is not None:
@@ -403,10 +392,10 @@ def _keys_at(location: _Location) -> list[str]:
     return [*_Document.model_fields, *_LATER]
 
 
-def _explain(item: ErrorDetails, location: _Location) -> str:
+def _explain(item: ErrorDetails, location: _Location, parameters: Collection[str]) -> str:
     if item["type"] == "extra_forbidden":
         last = str(location[-1])
-        if last in KNOWN_PARAMETERS:
+        if last in parameters:
             return "a parameter belongs under `parameters:`, one level deeper"
         return f"unknown key{near(last, _keys_at(location))}"
     if item["type"] == "missing":
