@@ -1,4 +1,4 @@
-"""`mpfs verify`: a source on disk against what was imported from it."""
+"""`mpfs verify`: a source against what was imported from it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from .sizes import format_count, format_size
 def verify(
     ctx: typer.Context,
     revision: Annotated[str, typer.Argument(metavar="REF", help="The import to compare with.")],
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="The directory or file to be read.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="What to read: whatever 'mpfs import' takes, URLs and archives too.")
+    ],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare files on disk with what was imported.
+    """Compare a source with what was imported.
 
-    Every file of SOURCE is read, and its size and SHA-256 are compared with those that the import noted. The repository's
+    Every file of SOURCE is read, without a local copy, and its size and SHA-256 are compared with those that the import noted. The repository's
     blocks are not read: that is what 'mpfs fsck --read-data' does. Exits with 3 if anything differs.
 
         mpfs verify qwen3 ./Qwen3-0.6B
+        mpfs verify qwen3 s3://bucket/Qwen3-0.6B
     """
     from mpfs.errors import PROBLEMS_FOUND_EXIT_CODE
 

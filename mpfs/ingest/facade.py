@@ -113,20 +113,29 @@ class Imports:
         return add_delta(self._store, report, ref, delta_of, base, self._author)
 
     def verify(
-        self, revision: str, source: str | os.PathLike[str], *, progress: Progress | None = None
+        self,
+        revision: str,
+        source: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
     ) -> VerifyReport:
-        """Compare files on disk with what was imported: names, sizes, SHA-256. No block is read.
+        """Compare a source with what was imported: names, sizes, SHA-256. No block is read.
 
         Args:
             revision: a commit that an import made.
-            source: what was imported, or a copy.
+            source: what was imported, or a copy: whatever `import_checkpoint` takes. It is streamed, not copied.
+            storage_options: fsspec's, for a URL.
             progress: told bytes read, of all.
 
         Raises:
             NotFoundError: there is nothing at `source`, or the commit is no import's.
-            BadInputError: a file cannot be read.
+            BadInputError: a file cannot be read, or changes meanwhile.
         """
         from mpfs.ingest.verify import verify
 
         identity = self.resolve(revision)
-        return verify(identity, self._store.objects.get(Commit, identity).manifest, Path(source), progress)
+        manifest = self._store.objects.get(Commit, identity).manifest
+        place = open_source(source, storage_options) if isinstance(source, str) else Path(source)
+        return verify(identity, manifest, place, progress)
+        from mpfs.ingest.remote import open_source

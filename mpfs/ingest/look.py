@@ -21,7 +21,7 @@ from mpfs.ingest.files import SourceFiles
 from mpfs.ingest.incoming import SAFETENSORS, Incoming
 from mpfs.ingest.lineage import parsed
 from mpfs.ingest.pipeline import TensorJob
-from mpfs.ingest.remote import ARCHIVE_SUFFIXES, RemoteTree, open_archive
+from mpfs.ingest.remote import RemoteTree, is_archive, open_archive
 from mpfs.ingest.source import ArrayBytes, KnownBytes, MemoryBytes, SourceFile, TensorBytes
 from mpfs.objects.dtypes import nbytes
 from mpfs.vfs.layout import INDEX_PATH, SINGLE_PATH, synthesise_files
@@ -98,7 +98,7 @@ def look_at(source: Path | RemoteTree, choice: Choice, files: SourceFiles) -> Fo
         return look_at_directory(str(source), huggingface.scan(source), choice, files)
     if not stat.S_ISREG(mode):
         raise BadInputError(f"{source}: neither a directory nor a regular file", file=str(source))
-    if source.name.endswith(ARCHIVE_SUFFIXES) or _is_tar(source):
+    if is_archive(source):
         # The archive itself must not change, either.
         files.add(source)
         inside, left = open_archive(source)
@@ -109,14 +109,6 @@ def look_at(source: Path | RemoteTree, choice: Choice, files: SourceFiles) -> Fo
             )
         return found
     return look_at_file(source, choice, files)
-
-
-def _is_tar(path: Path) -> bool:
-    """Whether a file is a tar archive by its name and its content: torch's `.pth.tar` is none."""
-    if path.suffix != ".tar":
-        return False
-    with opened(path) as (file, _):
-        return file.read(sniff.HEAD_SIZE)[257:262] == b"ustar"
 
 
 def look_at_file(location: Location, choice: Choice, files: SourceFiles) -> Found:

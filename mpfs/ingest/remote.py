@@ -24,12 +24,14 @@ from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from mpfs.errors import BadInputError, FormatError, MPFSError, NotFoundError, UnsafeInputError
+from mpfs.formats import sniff
 from mpfs.formats.archive import BoundedGzip, check_members
+from mpfs.formats.location import opened
 from mpfs.formats.messages import show
 from mpfs.formats.tree import SKIPPED_NAMES, SKIPPED_SUFFIXES, FoundFile
 from mpfs.ingest.source import SourceFile
 
-ARCHIVE_SUFFIXES = (".zip", ".whl", ".tgz", ".tar.gz")
+_ARCHIVE_SUFFIXES = (".zip", ".whl", ".tgz", ".tar.gz")
 _WEIGHTS = (".safetensors", (".bin", ".pt", ".pth", ".ckpt", ".pth.tar"), ".gguf", ".onnx")
 """What weights are called, those first that make the others side files."""
 
@@ -61,6 +63,16 @@ def open_source(source: str, options: Mapping[str, Any] | None = None) -> Path |
     if isinstance(system, LocalFileSystem):
         return Path(root)
     return RemoteTree(system, root.rstrip("/"), _shown(source))
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file is an archive of a model; of a .tar its content decides, since torch's .pth.tar is none."""
+    if path.name.endswith(_ARCHIVE_SUFFIXES):
+        return True
+    if path.suffix != ".tar":
+        return False
+    with opened(path) as (file, _):
+        return file.read(sniff.HEAD_SIZE)[257:262] == b"ustar"
 
 
 def open_archive(path: Path) -> tuple[RemoteTree, int]:

@@ -1,4 +1,4 @@
-"""Comparing a source on disk with what was imported from it, by the manifest that the import left in its commit."""
+"""Comparing a source with what was imported from it, by the manifest that the import left in its commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from mpfs.errors import NotFoundError
+from mpfs.formats.location import Location
 from mpfs.formats.tree import walk
+from mpfs.ingest.files import source_files
+from mpfs.ingest.remote import RemoteTree, is_archive, open_archive
 from mpfs.ingest.source import SourceFile
 from mpfs.objects import ManifestFile
 from mpfs.objects.encoding import Json
@@ -55,14 +58,14 @@ class VerifyReport:
 
 
 def verify(
-    commit: str, manifest: tuple[ManifestFile, ...], source: Path, progress: Progress | None = None
+    commit: str, manifest: tuple[ManifestFile, ...], source: Path | RemoteTree, progress: Progress | None = None
 ) -> VerifyReport:
-    """Read a source and compare it with a manifest.
+    """Read a source, streaming, and compare it with a manifest.
 
     Args:
         commit: the commit's id, for the report.
         manifest: its files.
-        source: what was imported, or a copy of it: a directory, or a file if that is what was imported.
+        source: what was imported, or a copy of it: a directory, an archive, or a file if that is what was imported.
         progress: told the bytes read, of all.
 
     Raises:
@@ -72,30 +75,34 @@ def verify(
     if not manifest:
         raise NotFoundError(f"commit {commit[:12]} has no list of source files: it was not made by an import")
     started = clock.monotonic()
-    present = _files(source)
-    # A file may have another name than the one that was imported.
-    single = len(manifest) == 1 and not source.is_dir()
     problems: list[SourceProblem] = []
     due: list[tuple[ManifestFile, SourceFile]] = []
-    for item in manifest:
-        path = next(iter(present)) if single else item.path
-        if path not in present:
-            problems.append(SourceProblem("missing", item.path, f"{item.size:,} bytes were imported"))
-            continue
-        file = SourceFile(present.pop(path))
-        if file.size != item.size:
-            problems.append(
-                SourceProblem("size", item.path, f"it has {file.size:,} bytes, imported were {item.size:,}")
-            )
-        else:
-            due.append((item, file))
-    problems += [SourceProblem("extra", path, "it was not there when it was imported") for path in present]
-    total, done = sum(item.size for item, _ in due), 0
-    for item, file in due:
-        found = file.sha256(_from(done, total, progress))
-        done += item.size
-        if found != item.sha256:
-            problems.append(SourceProblem("sha256", item.path, f"it is {found}, imported was {item.sha256}"))
+    with source_files() as files:
+        if isinstance(source, Path) and source.is_file():
+            files.add(source)  # an archive must not change while it is read, either
+        present, single = _locations(source)
+        # A file may have another name than the one that was imported.
+        single = single and len(manifest) == 1
+        for item in manifest:
+            path = next(iter(present)) if single else item.path
+            if path not in present:
+                problems.append(SourceProblem("missing", item.path, f"{item.size:,} bytes were imported"))
+                continue
+            file = files.add(present.pop(path))
+            if file.size != item.size:
+                problems.append(
+                    SourceProblem("size", item.path, f"it has {file.size:,} bytes, imported were {item.size:,}")
+                )
+            else:
+                due.append((item, file))
+        problems += [SourceProblem("extra", path, "it was not there when it was imported") for path in present]
+        total, done = sum(item.size for item, _ in due), 0
+        for item, file in due:
+            found = file.sha256(_from(done, total, progress))
+            done += item.size
+            if found != item.sha256:
+                problems.append(SourceProblem("sha256", item.path, f"it is {found}, imported was {item.sha256}"))
+        files.check_unchanged()
     problems.sort(key=lambda problem: problem.path)
     return VerifyReport(commit, len(manifest), total, clock.monotonic() - started, tuple(problems))
 
@@ -111,10 +118,17 @@ def _from(done: int, total: int, progress: Progress | None) -> Callable[[int], N
     return read
 
 
-def _files(source: Path) -> dict[str, Path]:
-    if not source.exists():
-        raise NotFoundError(f"{source}: there is nothing", file=str(source))
-    if not source.is_dir():
-        return {source.name: source}
-    found, _ = walk(source)
-    return {file.path: Path(str(file.location)) for file in found}
+def _locations(source: Path | RemoteTree) -> tuple[dict[str, Location], bool]:
+    """The files of a source by path, as an import finds them, and whether it is a single file."""
+    if isinstance(source, Path):
+        if not source.exists():
+            raise NotFoundError(f"{source}: there is nothing", file=str(source))
+        if source.is_dir():
+            return {file.path: file.location for file in walk(source)[0]}, False
+        if not is_archive(source):
+            return {source.name: source}, True
+        source, _ = open_archive(source)
+    file = source.file()
+    if file is not None:
+        return {file.name: file}, True
+    return {found.path: found.location for found in source.walk()[0]}, False

@@ -117,6 +117,7 @@ def test_a_model(repository: Repository, tmp_path: Path, hub: dict[str, Any], so
     commit = repository._store.objects.get(Commit, report.commit)
     assert commit.source == f"hf://org/name@{COMMIT}"
     assert {item.path: item.sha256 for item in commit.manifest} == digests(FILES)
+    assert repository.verify("main", source, storage_options=hub).ok
     repository.checkout("main", tmp_path / "out")
     assert directory_digests(tmp_path / "out") == digests(FILES)
 

@@ -96,6 +96,10 @@ def same(repository: Repository, source: str | Path, tmp_path: Path) -> None:
     assert report.deduplicated_blocks > 0
     commits = [repository._store.objects.get(Commit, item.commit) for item in (report, expected)]
     assert commits[0].manifest == commits[1].manifest
+    for one, other in (("main", source), ("plain", source), ("main", tmp_path / "plain")):
+        found = repository.verify(one, other)
+        assert found.ok, found.problems
+        assert found.bytes == sum(len(content) for content in KEPT.values())
     repository.checkout("main", tmp_path / "out")
     assert directory_digests(tmp_path / "out") == digests(KEPT)
     assert_clean(repository)
@@ -176,6 +180,11 @@ def test_http(repository: Repository, tmp_path: Path, server: str) -> None:
     repository.import_checkpoint(f"{server}/m.safetensors", "main")
     repository.checkout("main", tmp_path / "out")
     assert (tmp_path / "out/m.safetensors").read_bytes() == shard("a")
+    assert repository.verify("main", f"{server}/m.safetensors").ok
+    (cut,) = repository.verify("main", f"{server}/cut.safetensors").problems
+    assert (cut.kind, cut.path) == ("size", "m.safetensors")
+    with pytest.raises(NotFoundError, match="there is nothing"):
+        repository.verify("main", f"{server}/none.safetensors")
     with refused(repository, FormatError, match=r"cut\.safetensors: .* 100 are missing"):
         repository.import_checkpoint(f"{server}/cut.safetensors", "main")
     with refused(repository, FormatError, match="web page"):
@@ -202,6 +211,7 @@ def test_s3(repository: Repository, tmp_path: Path) -> None:
         repository.checkout("main", tmp_path / "out")
         assert directory_digests(tmp_path / "out") == digests(KEPT)
         # By their ETags the files are known again.
+        assert repository.verify("main", f"s3://{bucket}/team/m", storage_options=options).ok
         again = repository.import_checkpoint(f"s3://{bucket}/team/m", "again", storage_options=options)
         assert (again.snapshot, again.known_bytes) == (first.snapshot, first.bytes)
         with refused(repository, NotFoundError):
@@ -223,6 +233,43 @@ def test_torch_and_npz_files(repository: Repository, tmp_path: Path) -> None:
     in_memory("n", {"m.npz": npz_bytes({"w": np.arange(3.0)})})
     repository.import_checkpoint("memory://n/m.npz", "other")
     assert repository.tensor("other", "w").tolist() == [0, 1, 2]
+
+
+class TestVerify:
+    def test_differences_in_a_place(self, repository: Repository) -> None:
+        repository.import_checkpoint(in_memory("m", KEPT), "main")
+        weights = bytearray(KEPT["model-00002-of-00002.safetensors"])
+        weights[-1] ^= 1
+        other = {**KEPT, "model-00002-of-00002.safetensors": bytes(weights), "new.txt": b"x"}
+        del other["config.json"]
+        report = repository.verify("main", in_memory("n", other))
+        assert [(item.kind, item.path) for item in report.problems] == [
+            ("missing", "config.json"),
+            ("sha256", "model-00002-of-00002.safetensors"),
+            ("extra", "new.txt"),
+        ]
+
+    def test_of_one_file_under_another_name(self, repository: Repository) -> None:
+        repository.import_checkpoint(in_memory("m", {"m.safetensors": shard("a")}) + "/m.safetensors", "main")
+        in_memory("n", {"copy.safetensors": shard("a"), "other.safetensors": shard("b")})
+        assert repository.verify("main", "memory://n/copy.safetensors").ok
+        assert [item.kind for item in repository.verify("main", "memory://n/other.safetensors").problems] == ["sha256"]
+
+    def test_a_damaged_archive(self, repository: Repository, tmp_path: Path) -> None:
+        repository.import_checkpoint(in_memory("m", KEPT), "main")
+        content = bytearray(zipped(KEPT, zipfile.ZIP_STORED))
+        content[100_000] ^= 1
+        write(tmp_path, {"x.zip": bytes(content)})
+        with pytest.raises(BadInputError, match="CRC"):
+            repository.verify("main", tmp_path / "x.zip")
+
+    def test_a_change_meanwhile(self, repository: Repository) -> None:
+        url = in_memory("m", KEPT)
+        repository.import_checkpoint(url, "main")
+        with pytest.raises(FormatError, match="changed while"):
+            repository.verify(
+                "main", url, progress=lambda done, total: in_memory("m", {"config.json": b"{  }"}) and None
+            )
 
 
 class TestRefusals:
