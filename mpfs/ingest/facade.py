@@ -132,10 +132,10 @@ class Imports:
             NotFoundError: there is nothing at `source`, or the commit is no import's.
             BadInputError: a file cannot be read, or changes meanwhile.
         """
+        from mpfs.ingest.remote import open_source
         from mpfs.ingest.verify import verify
 
         identity = self.resolve(revision)
         manifest = self._store.objects.get(Commit, identity).manifest
         place = open_source(source, storage_options) if isinstance(source, str) else Path(source)
         return verify(identity, manifest, place, progress)
-        from mpfs.ingest.remote import open_source
