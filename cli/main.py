@@ -34,6 +34,7 @@ from . import (
     rm,
     show,
     stats,
+    sweep,
     tag,
     verify,
 )
@@ -86,6 +87,7 @@ _VERBS: tuple[tuple[str, str, Callable[..., None]], ...] = (
     (START, "mount", mount.mount),
     (MERGE, "plan", plan.plan),
     (MERGE, "merge", merge.merge),
+    (MERGE, "sweep", sweep.sweep),
     (MERGE, "explain", explain.explain),
     (MERGE, "analyze", analyze.analyze),
     (HISTORY, "log", log.log),

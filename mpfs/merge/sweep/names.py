@@ -69,7 +69,7 @@ def branch_names(values: Sequence[Mapping[str, Any]], into: str) -> list[str]:
     else:
         prefix = into.rstrip("/")
         names = [f"{prefix}/{_settings(item, short)}" for item in values]
-        # Cleaned values may be the same where the values are not.
+        # Cleaned, values may be the same that are not.
         names = [
             f"{name}-{_digest(item)}" if names.count(name) > 1 else name
             for name, item in zip(names, values, strict=True)
@@ -84,7 +84,9 @@ def describe(values: Mapping[str, Any], short: Mapping[str, str]) -> str:
 
 def _settings(values: Mapping[str, Any], short: Mapping[str, str]) -> str:
     name = ",".join(f"{_clean(short[path])}={_text(value)}" for path, value in values.items())
-    return name if len(name) <= _LONGEST_NAME else _digest(values)
+    # A part of a ref's name begins with a letter, a digit or '_'.
+    name = name.lstrip("-.=,")
+    return name if 0 < len(name) <= _LONGEST_NAME else _digest(values)
 
 
 def _filled(template: str, values: Mapping[str, Any], short: Mapping[str, str]) -> str:
@@ -115,5 +117,5 @@ def _clean(text: str) -> str:
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    text = "\n".join(f"{path}={type(value).__name__} {canonical_value(value)}" for path, value in values.items())
+    text = "\n".join(f"{path!r}={value!r}" for path, value in values.items())
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]

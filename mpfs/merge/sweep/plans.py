@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from mpfs.errors import MPFSError, RecipeError, UsageError
-from mpfs.merge.commit import Fitting, fit_models, load_model
+from mpfs.merge.align import Aligned
+from mpfs.merge.commit import Fitting, fit_models
 from mpfs.merge.compile import compile_plan
+from mpfs.merge.documents import find_models
 from mpfs.merge.inputs import OnMismatch
-from mpfs.merge.models import Model
 from mpfs.merge.naming import ModelFinder
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, recipe_from_mapping
@@ -20,6 +21,7 @@ from mpfs.merge.sweep.names import branch_names, describe, short_keys
 from mpfs.merge.sweep.settings import Setting, Variant, check_settings, make_variants
 from mpfs.merge.weighing import Weigher
 from mpfs.objects import Budget, ObjectId, Plan
+from mpfs.objects.encoding import encode
 from mpfs.store import Store
 from mpfs.store.pairs import PairTable
 
@@ -86,12 +88,12 @@ def plan_sweep(
 
     recipes = each(lambda index: recipe_from_mapping(variants[index].recipe, where))
     tips = each(lambda index: finder.store.refs.branch_tip(refs[index]))
-    models: dict[str, Model] = {}
-    each(lambda index: _find(recipes[index], finder, models))
+    known: dict[bytes, Aligned] = {}
+    models = each(lambda index: _find(recipes[index], finder, known))
 
     def fitting(index: int) -> Fitting:
-        found = [models[name] for name in recipes[index].model_names]
-        return fit_models(finder.store, recipes[index], found, options.on_mismatch, finder.author)
+        found = fit_models(finder.store, recipes[index], models[index].models, options.on_mismatch, finder.author)
+        return replace(found, fit=replace(found.fit, notes=(*models[index].notes, *found.fit.notes)))
 
     fittings = each(fitting)
     parts = [
@@ -103,10 +105,14 @@ def plan_sweep(
     return PlannedSweep(tuple(made), expert_bytes(parts))
 
 
-def _find(recipe: Recipe, finder: ModelFinder, models: dict[str, Model]) -> None:
-    for name in recipe.model_names:
-        if name not in models:
-            models[name] = load_model(finder.store, name, finder.commit(name))
+def _find(recipe: Recipe, finder: ModelFinder, known: dict[bytes, Aligned]) -> Aligned:
+    """The models of a variant; once for all that differ in parameters only."""
+    whole = recipe.as_json()
+    rest = {name: value for name, value in whole.items() if name not in ("models", "parameters")}
+    key = encode({**rest, "kind": "models", "names": list(recipe.model_names)})
+    if recipe.slices or recipe.modules or key not in known:
+        known[key] = find_models(recipe, finder)
+    return known[key]
 
 
 def _plan(

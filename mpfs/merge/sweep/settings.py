@@ -78,10 +78,11 @@ def check_settings(settings: Sequence[Setting], limit: int) -> None:
         seen.add(_canonical(where))
         if not setting.values:
             raise UsageError(f"{where}: there are no values")
-        texts = [canonical_value(value) for value in setting.values]
-        twice = next((text for index, text in enumerate(texts) if text in texts[:index]), None)
+        # 1, 1.0 and true are three values, though equal.
+        texts = [repr(value) for value in setting.values]
+        twice = next((index for index, text in enumerate(texts) if text in texts[:index]), None)
         if twice is not None:
-            raise UsageError(f"{where}: the value {twice} is there twice")
+            raise UsageError(f"{where}: the value {canonical_value(setting.values[twice])} is there twice")
         for value in setting.values:
             _check_option(where, value)
     if {"budget", "fidelity"} <= seen:
@@ -134,7 +135,7 @@ def make_variants(recipe: Mapping[str, Any], settings: Sequence[Setting]) -> tup
 
 
 def canonical_value(value: Any) -> str:
-    """A value as text that tells it from others: 1, 1.0 and true are three."""
+    """A value as text, for people: as it is written in YAML."""
     if isinstance(value, Budget):
         return f"{value.value:g}%" if value.kind == "percent" else f"{value.value:,.0f} bytes"
     if value is None or isinstance(value, bool):
