@@ -51,6 +51,9 @@ def import_checkpoint(
             help="Take this off the beginning of names in torch and .npz files, such as 'module.'.",
         ),
     ] = None,
+    everything: Annotated[
+        bool, flag("--all", help="Also keep what a torch file holds besides the model: optimizer, scheduler, counters.")
+    ] = False,
     verify: Annotated[
         bool, flag("--verify", help="Read files again that an earlier import has read and that did not change since.")
     ] = False,
@@ -74,6 +77,7 @@ def import_checkpoint(
         options: dict[str, Any] = {
             "key": key,
             "strip_prefix": strip_prefix,
+            "everything": everything,
             "verify": verify,
             "message": message,
             "threads": threads,

@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 from mpfs.errors import BadInputError, FormatError, MPFSError, NotFoundError, UnsafeInputError
@@ -26,6 +26,7 @@ from mpfs.formats import sniff, torchscript
 from mpfs.formats.archive import check_members
 from mpfs.formats.messages import count, is_unicode, show
 from mpfs.formats.safetensors import METADATA_KEY
+from mpfs.formats.training import TrainingState, take_apart
 from mpfs.objects.dtypes import nbytes
 
 if TYPE_CHECKING:
@@ -82,12 +83,14 @@ class StateDict:
     `tensors` are by name in the file's order, on the CPU, backed by the mapped file where it is a zip archive.
     `key` is the dotted path to them in the file, None if they are the outermost mapping. `skipped` are the dotted
     paths, from the outermost mapping, of everything else in the file: entries of the state dict that are no
-    tensors, and what lies beside it (optimizer, epoch, …).
+    tensors, and what lies beside it (optimizer, epoch, …). `rest` is all that, if it was asked for; then `skipped` has
+    only what could not be kept.
     """
 
     tensors: dict[str, torch.Tensor]
     key: str | None
     skipped: tuple[str, ...]
+    rest: TrainingState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class _Candidate:
         return ".".join(self.path) or ROOT
 
 
-def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> StateDict:
+def read_state_dict(path: str | os.PathLike[str], key: str | None = None, *, everything: bool = False) -> StateDict:
     """The state dict in a torch file; of a training checkpoint, the one mapping that holds a model's tensors.
 
     A state dict is a mapping with only str keys and at least one tensor among its values, at most MAX_DEPTH keys
@@ -113,6 +116,7 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> Sta
     Args:
         path: a file that torch.save wrote.
         key: the dotted path of the state dict in the file, `.` for the outermost mapping; None takes the only one.
+        everything: also take what is beside it.
 
     Raises:
         NotFoundError: there is no such file, or no state dict at `key`.
@@ -141,7 +145,17 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> Sta
         if _is_tensor(value):
             _check_tensor(str(name), value, source)
             tensors[str(name)] = value.detach()
-    return StateDict(tensors, ".".join(chosen.path) or None, tuple(_left_out(root, chosen.path)))
+    where = ".".join(chosen.path) or None
+    skipped = tuple(_left_out(root, chosen.path))
+    if not everything or not skipped:
+        return StateDict(tensors, where, skipped)
+    try:
+        rest = take_apart(root, chosen.mapping)
+    except FormatError as error:
+        _fail(source, error.message)
+    for name, tensor in rest.tensors.items():
+        _check_tensor(name, tensor, source)
+    return StateDict(tensors, where, tuple(rest.left_out), rest)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -345,7 +359,9 @@ def _candidates(root: Mapping[object, object]) -> list[_Candidate]:
         if not all(isinstance(key, str) for key in here.mapping):
             continue
         if _tensor_count(here):
-            found.append(here)
+            # A generator's state beside the model does not make a model of what holds both.
+            weights = any(_is_tensor(value) and not _is_trainer_state(str(key)) for key, value in here.mapping.items())
+            found.append(replace(here, is_model=here.is_model and weights))
         for key, value in here.mapping.items() if len(here.path) < MAX_DEPTH else ():
             if isinstance(value, Mapping) and id(value) not in reached:
                 reached.add(id(value))

@@ -6,6 +6,7 @@ import time as clock
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mpfs.formats.training import DIRECTORY as TRAINING_STATE
 from mpfs.ingest import lineage
 from mpfs.ingest.importer import Ingested, ingest
 from mpfs.ingest.pairs import BaseModel
@@ -61,6 +62,7 @@ def import_checkpoint(
     find_base: bool = False,
     key: str | None,
     strip_prefix: str | None = None,
+    everything: bool = False,
     verify: bool = False,
     message: str | None,
     author: str,
@@ -77,6 +79,7 @@ def import_checkpoint(
             store.info.block_size,
             key=key,
             strip_prefix=strip_prefix,
+            everything=everything,
             known_to=None if verify else store,
             base=None if base is None else BaseModel(store, base.commit),
             threads=threads,
@@ -143,13 +146,14 @@ def _lineage(
         return None, [f"the model names {stated} as its base; --base REF keeps that with the commit"] if stated else []
     writer.flush()
     by_id = {object_id(tensor.encode()): tensor for tensor in found.tensors}
-    tensors = {name: by_id[identity] for name, identity in found.snapshot.tensors.items()}
+    model = found.snapshot.outside(TRAINING_STATE)
+    tensors = {name: by_id[identity] for name, identity in model.tensors.items()}
     if base is None:
         likely = lineage.likeliest(store, found.snapshot, tensors, ref)
         if likely is None:
             return None, ["no base found: no model here is near enough" + (f"; it names {stated}" if stated else "")]
         return likely[0], [f"base {likely[0].name}: {likely[1]}"]
-    other = store.objects.get(Snapshot, store.objects.get(Commit, base.commit).snapshot)
+    other = store.objects.get(Snapshot, store.objects.get(Commit, base.commit).snapshot).outside(TRAINING_STATE)
     kinship = lineage.compare(
         store, tensors, {name: store.objects.get(Tensor, identity) for name, identity in other.tensors.items()}
     )

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpfs.objects import Commit, Input, ObjectId
+from mpfs.errors import NotFoundError
+from mpfs.objects import Commit, Input, ObjectId, Snapshot
 from mpfs.objects.progress import Progress
 from mpfs.store import Store
 
@@ -41,6 +42,7 @@ class Imports:
         base: str | None = None,
         key: str | None = None,
         strip_prefix: str | None = None,
+        everything: bool = False,
         verify: bool = False,
         message: str | None = None,
         threads: int | None = None,
@@ -59,6 +61,8 @@ class Imports:
                 base that was given is plausible.
             key: which state dict of a torch file to take, where it holds several.
             strip_prefix: taken off the names of tensors of torch and .npz files that begin with it.
+            everything: also keep what a torch file holds besides the model (optimizer, scheduler, counters, …), in the
+                directory training_state; see `load_training`.
             verify: read files again that an earlier import has read, and that have not changed since by their time stamps.
             message: the commit's message; default: what was imported.
             threads: worker threads; default: the number of CPUs.
@@ -82,6 +86,7 @@ class Imports:
             find_base=base == AUTO,
             key=key,
             strip_prefix=strip_prefix,
+            everything=everything,
             verify=verify,
             message=message,
             author=self._author,
@@ -111,6 +116,24 @@ class Imports:
         self._store.refs.branch_tip(ref)
         report = self.import_checkpoint(source, f"{DELTAS}{ref}", **options)
         return add_delta(self._store, report, ref, delta_of, base, self._author)
+
+    def load_training(self, revision: str) -> Any:
+        """The object that a training checkpoint was saved from, of an import with `everything`: what torch.load gave.
+
+        Mappings are plain dicts; what could not be kept (the import's report has it under `skipped`) is None.
+
+        Raises:
+            NotFoundError: the commit has no state of a training.
+            IntegrityError: a block is damaged.
+        """
+        from mpfs.formats.training import VALUES_PATH, rebuild
+        from mpfs.vfs.reader import SnapshotReader
+
+        snapshot = self._store.objects.get(Commit, self.resolve(revision)).snapshot
+        reader = SnapshotReader(self._store, self._store.objects.get(Snapshot, snapshot), revision)
+        if VALUES_PATH not in reader:
+            raise NotFoundError(f"{revision} has no state of a training: it was not imported with --all")
+        return rebuild(b"".join(reader.open(VALUES_PATH).iter_chunks()), reader.load_tensor)
 
     def verify(
         self,

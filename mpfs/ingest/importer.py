@@ -54,6 +54,7 @@ def ingest(
     *,
     key: str | None = None,
     strip_prefix: str | None = None,
+    everything: bool = False,
     known_to: Store | None = None,
     base: BaseModel | None = None,
     threads: int | None = None,
@@ -67,6 +68,7 @@ def ingest(
         block_size: bytes of a block.
         key: which state dict of a torch file to take, where it holds several.
         strip_prefix: taken off the names of tensors of torch and .npz files.
+        everything: also take what a torch file holds besides a model.
         known_to: the writer's store, if files that an earlier import has read need not be read again.
         base: what it is compared with on the way, but for files that are not read again.
         threads: worker threads; default: the number of CPUs.
@@ -78,7 +80,7 @@ def ingest(
         BadInputError: it is damaged, unsafe or no checkpoint; the subclasses tell which.
     """
     with source_files() as files:
-        found = look_at(source, Choice(key, strip_prefix), files)
+        found = look_at(source, Choice(key, strip_prefix, everything), files)
         found.incoming.sort(key=lambda item: item.path)
         _refuse_impossible(source, found.incoming)
         staging = _Staging(found, writer, block_size, known_to, base)

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from mpfs.formats.names import rename
+from mpfs.formats.training import DIRECTORY as TRAINING_STATE
 from mpfs.objects import Commit, Input, ObjectId, Snapshot, Tensor, object_id
 from mpfs.objects.dtypes import MERGEABLE, itemsize
 from mpfs.stats.estimate import delta_summary
@@ -131,7 +132,7 @@ def _tips(store: Store, ref: str, own: ObjectId) -> Iterator[tuple[str, ObjectId
         commit = store.objects.get(Commit, item.commit)
         if item.name != ref and commit.snapshot not in seen:
             seen.add(commit.snapshot)
-            yield item.name, item.commit, store.objects.get(Snapshot, commit.snapshot)
+            yield item.name, item.commit, store.objects.get(Snapshot, commit.snapshot).outside(TRAINING_STATE)
 
 
 def parsed(content: bytes) -> Mapping[str, Any]:

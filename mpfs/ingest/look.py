@@ -10,10 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mpfs.errors import BadInputError, FormatError, NotFoundError
-from mpfs.formats import gguf, huggingface, npz, onnx, safetensors, sniff, torch_file
+from mpfs.formats import gguf, huggingface, npz, onnx, safetensors, torch_file, training
 from mpfs.formats.location import Location, opened
 from mpfs.formats.messages import count, listing, show
 from mpfs.formats.quantised import recognise
@@ -24,7 +24,10 @@ from mpfs.ingest.pipeline import TensorJob
 from mpfs.ingest.remote import RemoteTree, is_archive, open_archive
 from mpfs.ingest.source import ArrayBytes, KnownBytes, MemoryBytes, SourceFile, TensorBytes
 from mpfs.objects.dtypes import nbytes
-from mpfs.vfs.layout import INDEX_PATH, SINGLE_PATH, synthesise_files
+from mpfs.vfs.layout import DEFAULT_METADATA, INDEX_PATH, SINGLE_PATH, synthesise_files
+
+if TYPE_CHECKING:
+    import torch
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 NPZ_SUFFIX = ".npz"
@@ -49,10 +52,11 @@ _WRAPPERS = ("module.", "_orig_mod.", "model._orig_mod.", "module._orig_mod.")
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What to take of torch and .npz files. `key` is the state dict's where there are several; `strip_prefix` is taken
-    off the names that begin with it."""
+    off the names that begin with it; `everything` says that what is beside the state dict is wanted, too."""
 
     key: str | None = None
     strip_prefix: str | None = None
+    everything: bool = False
 
 
 @dataclass(slots=True)
@@ -70,10 +74,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Tensors out of a file that is not kept as it is."""
+    """Tensors out of a file that is not kept as it is. `training` are those of the training's state, `values` its tree."""
 
     jobs: Mapping[str, TensorJob]
     file: SourceFile
+    training: Mapping[str, TensorJob] = field(default_factory=dict)
+    values: bytes | None = None
 
 
 def look_at(source: Path | RemoteTree, choice: Choice, files: SourceFiles) -> Found:
@@ -194,7 +200,8 @@ def _note_quantised(found: Found) -> None:
 
 
 def _refuse_choice(source: str, choice: Choice, why: str) -> None:
-    for option, value in (("--key", choice.key), ("--strip-prefix", choice.strip_prefix)):
+    options = (("--key", choice.key), ("--strip-prefix", choice.strip_prefix), ("--all", choice.everything or None))
+    for option, value in options:
         if value is not None:
             raise BadInputError(f"{source}: {option} is for torch files; {why}", file=source)
 
@@ -272,13 +279,19 @@ def _refuse_changed(file: SourceFile, expected: int, size: int) -> None:
 def _torch(location: Location, choice: Choice, files: SourceFiles, found: Found, where: str) -> _Named:
     path = files.local(location)
     file = files.add(path)
-    state = torch_file.read_state_dict(path, choice.key)
+    state = torch_file.read_state_dict(path, choice.key, everything=choice.everything)
     found.skipped.extend(where + entry for entry in state.skipped)
-    jobs = {}
-    for name, tensor in _stripped(state.tensors, choice, location, found).items():
-        dtype, shape = torch_file.dtype_name(tensor.dtype), torch_file.tensor_shape(tensor)
-        jobs[name] = TensorJob(dtype, shape, TensorBytes(tensor, nbytes(dtype, shape), file, name))
-    return _Named(jobs, file)
+    named = _stripped(state.tensors, choice, location, found)
+    jobs = {name: _torch_job(tensor, file, name) for name, tensor in named.items()}
+    if state.rest is None:
+        return _Named(jobs, file)
+    rest = {name: _torch_job(tensor, file, name) for name, tensor in state.rest.tensors.items()}
+    return _Named(jobs, file, rest, state.rest.values(dict(zip(state.tensors, named, strict=True))))
+
+
+def _torch_job(tensor: torch.Tensor, file: SourceFile, name: str) -> TensorJob:
+    dtype, shape = torch_file.dtype_name(tensor.dtype), torch_file.tensor_shape(tensor)
+    return TensorJob(dtype, shape, TensorBytes(tensor, nbytes(dtype, shape), file, name))
 
 
 def _npz(location: Location, choice: Choice, files: SourceFiles, found: Found, where: str) -> _Named:
@@ -337,6 +350,28 @@ def _converted(states: Mapping[str, _Named], prefix: str, name: str) -> list[Inc
         incoming.append(Incoming(path, header, SAFETENSORS, prefix, parts))
     if planned.index is not None:
         incoming.append(Incoming(prefix + INDEX_PATH, MemoryBytes(planned.index, prefix + INDEX_PATH)))
+    return incoming + _training(states, prefix)
+
+
+def _training(states: Mapping[str, _Named], prefix: str) -> list[Incoming]:
+    """The files for the state of a training."""
+    held = [state for state in states.values() if state.values is not None]
+    if not held:
+        return []
+    if len(held) > 1 or prefix:
+        raise BadInputError(
+            f"{held[-1].file.path}: --all is for one torch file with a model; import each by its own path",
+            file=str(held[-1].file.path),
+        )
+    (state,) = held
+    incoming = [Incoming(training.VALUES_PATH, MemoryBytes(state.values or b"", training.VALUES_PATH))]
+    if state.training:
+        raw, header = safetensors.build_header(
+            [(name, job.dtype, job.shape) for name, job in state.training.items()], DEFAULT_METADATA
+        )
+        parts = tuple((entry.name, state.training[entry.name]) for entry in header.entries)
+        content = MemoryBytes(raw, f"header of {training.TENSORS_PATH}")
+        incoming.append(Incoming(training.TENSORS_PATH, content, SAFETENSORS, training.DIRECTORY, parts))
     return incoming
 
 

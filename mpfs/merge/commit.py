@@ -7,6 +7,7 @@ import time as clock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mpfs.formats.training import DIRECTORY as TRAINING_STATE
 from mpfs.merge.architecture import Config
 from mpfs.merge.check import check_models, check_plan
 from mpfs.merge.compile import compile_plan
@@ -56,13 +57,18 @@ class MergeOptions:
 
 
 def load_model(store: Store, name: str, commit: ObjectId, config_path: str = "config.json") -> Model:
-    """A commit as a model of a merge: its tensor objects by name, and its config.json; no block of a tensor is read."""
+    """A commit as a model of a merge: its tensor objects by name, and its config.json; no block of a tensor is read.
+
+    The state of a training (`mpfs.formats.training`) is no part of the model.
+    """
     snapshot_id = store.objects.get(Commit, commit).snapshot
-    snapshot = store.objects.get(Snapshot, snapshot_id)
+    whole = store.objects.get(Snapshot, snapshot_id)
+    snapshot = whole.outside(TRAINING_STATE)
+    notes = () if snapshot is whole else (f"{name}: the state of its training is no part of the merge",)
     tensors = {
         key: ModelTensor(identity, store.objects.get(Tensor, identity)) for key, identity in snapshot.tensors.items()
     }
-    return Model(ModelRef(name, commit, snapshot_id), tensors, _config(store, snapshot, config_path))
+    return Model(ModelRef(name, commit, snapshot_id), tensors, _config(store, snapshot, config_path), notes)
 
 
 def _config(store: Store, snapshot: Snapshot, path: str) -> Config:

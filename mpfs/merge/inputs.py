@@ -166,7 +166,8 @@ def fit(recipe: Recipe, models: Sequence[Model], operator: Operator, on_mismatch
     fitter = _Fitter(recipe, models, operator, report)
     tensors = [inputs for item in laid_out.items if (inputs := fitter.tensor(item)) is not None]
     notes = report.raise_or_notes(operator.name)
-    return Fit(base, template, tuple(tensors), (*named.notes, *laid_out.notes, *notes), named.renamed)
+    own = [note for model in models for note in model.notes]
+    return Fit(base, template, tuple(tensors), (*own, *named.notes, *laid_out.notes, *notes), named.renamed)
 
 
 class _Fitter:

@@ -21,11 +21,13 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of the merge: what it is, its tensors by name in snapshot order, and its config.json."""
+    """A model of the merge: what it is, its tensors by name in snapshot order, and its config.json. `notes` are for a
+    person."""
 
     ref: ModelRef
     tensors: Mapping[str, ModelTensor]
     config: Config = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def architecture(self) -> Architecture:

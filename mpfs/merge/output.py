@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpfs.formats import safetensors
+from mpfs.formats.training import DIRECTORY as TRAINING_STATE
 from mpfs.merge.architecture import is_embedding
 from mpfs.merge.config import config_with, parse_config, set_dtype, set_layers, set_tied, set_vocabulary
 from mpfs.objects import BlobFile, File, ObjectId, SafetensorsFile, Snapshot, Tensor, object_id
@@ -50,6 +51,7 @@ def assemble(
     """
     identities = {name: object_id(tensor.encode()) for name, tensor in merged.items()}
     needed: dict[Tensor, None] = dict.fromkeys(merged.values())
+    template = template.outside(TRAINING_STATE)
 
     def store(content: bytes) -> ObjectId:
         tensor = stage_bytes(writer, content, block_size)

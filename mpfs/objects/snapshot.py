@@ -140,6 +140,11 @@ class Snapshot:
         wanted = path.strip("/")
         return [file for file in self.files if not wanted or file.path == wanted or file.path.startswith(wanted + "/")]
 
+    def outside(self, directory: str) -> Snapshot:
+        """The same without the files in a directory, which ends in a slash."""
+        kept = tuple(file for file in self.files if not file.path.startswith(directory))
+        return self if len(kept) == len(self.files) else Snapshot(kept)
+
     def references(self) -> Iterator[ObjectId]:
         """Every tensor object that the snapshot needs, headers and side files included."""
         for file in self.files:
