@@ -29,6 +29,9 @@ _HEAD = re.compile(
 _EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared|token_embd|token_embedding)\.weight$"
 )
+_LIKE_EMBEDDING = re.compile(r"^(?!.*(pos|type|time|patch|segment)).*(^|[._])embed(ding|dings)?[._]")
+"""Names of matrices outside the layers that are embeddings if they have as many rows as there are words."""
+
 _FIRST = re.compile(r"emb|(^|\.)(wte|wpe|shared)\.")
 """Names of what comes before the layers; all else that belongs to no layer comes after them."""
 
@@ -119,6 +122,29 @@ def is_head(name: str) -> bool:
 def is_first(name: str) -> bool:
     """Whether a tensor that belongs to no layer comes before them (embeddings) and not after (last norm, head)."""
     return not is_head(name) and _FIRST.search(name) is not None
+
+
+def vocabulary_tensors(shapes: Mapping[str, tuple[int, ...]], config: Config) -> list[str]:
+    """The tensors that have a row (or an element) for each token: embeddings, heads, biases of heads.
+
+    Told by name, and by the number of rows that the embedding (else the head, else config.json) has.
+
+    Args:
+        shapes: of the model's tensors.
+        config: its config.json.
+    """
+    found = recognise(shapes, config)
+    named = [name for name in (found.embedding, found.head) if name is not None and len(shapes[name]) == 2]
+    counts = {shapes[named[0]][0]} if named else vocabulary_sizes(config)
+
+    def is_one(name: str) -> bool:
+        if shapes[name][:1] not in {(count,) for count in counts}:
+            return False
+        if is_embedding(name) or is_head(name):
+            return True
+        return len(shapes[name]) == 2 and found.place(name) is None and _LIKE_EMBEDDING.search(name) is not None
+
+    return [name for name in shapes if is_one(name)]
 
 
 def layer_counts(config: Config, keys: Iterable[str] = LAYER_COUNT_KEYS) -> list[int]:

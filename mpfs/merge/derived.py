@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time as clock
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpfs.errors import NotFoundError
 from mpfs.merge.output import assemble
-from mpfs.objects import Commit, Input, ObjectId, Snapshot, Tensor, object_id
+from mpfs.objects import BlockId, Commit, Input, ObjectId, Snapshot, Tensor, object_id
 from mpfs.objects.dtypes import itemsize
 from mpfs.objects.encoding import Json, encode
 from mpfs.stats.staging import stage_block
@@ -47,15 +46,22 @@ class Derivation:
 
 
 def derive(
-    store: Store, derivation: Derivation, author: str, make: Callable[[Writer], Mapping[str, Tensor]]
+    store: Store,
+    derivation: Derivation,
+    author: str,
+    make: Callable[[Writer], Mapping[str, Tensor]],
+    files: Mapping[str, bytes | None] | None = None,
 ) -> ObjectId:
     """The commit of a derived model: as it was made before, or made now.
+
+    It is as old as the newest of what it was made from, so that its id does not depend on when it is made.
 
     Args:
         store: where it is kept.
         derivation: what it is made from.
         author: who the commit is by.
         make: stages what is new, and gives all tensors of the result by name.
+        files: contents of side files that are not the template's; None: there is none.
     """
     try:
         return store.refs.get(derivation.ref).commit
@@ -67,6 +73,7 @@ def derive(
             template,
             make(writer),
             None,
+            replaced=files,
             objects=store.objects,
             blocks=store.blocks,
             writer=writer,
@@ -79,7 +86,7 @@ def derive(
             plan=None,
             message=derivation.message,
             author=author,
-            time=int(clock.time()),
+            time=max(store.objects.get(Commit, item.commit).time for item in derivation.inputs),
         )
         return writer.publish(
             tensors=assembled.tensors,
@@ -124,11 +131,17 @@ def rows_at_a_time(tensor: Tensor) -> int:
 
 
 def stage_chunks(
-    chunks: Iterable[bytes], dtype: str, shape: tuple[int, ...], block_size: int, writer: Writer
+    chunks: Iterable[bytes],
+    dtype: str,
+    shape: tuple[int, ...],
+    block_size: int,
+    writer: Writer,
+    *,
+    kept: Sequence[BlockId] = (),
 ) -> Tensor:
-    """Stage a tensor whose bytes come in chunks of any length."""
+    """Stage a tensor whose bytes come in chunks of any length, after those of blocks that are `kept`."""
     held = bytearray()
-    names: list[bytes] = []
+    names = list(kept)
     per_block = block_size // itemsize(dtype)
 
     def put(data: bytes) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mpfs.errors import NotFoundError, RecipeError
+from mpfs.merge.align import Aligned, align
 from mpfs.merge.commit import load_model, make_plan
 from mpfs.merge.inputs import OnMismatch
+from mpfs.merge.models import Model
 from mpfs.merge.naming import ModelFinder
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, load_recipes, recipe_from_mapping
@@ -33,16 +35,31 @@ def plan_document(
     recipe: Recipe, finder: ModelFinder, budget: Budget, policy: Policy, seed: int, on_mismatch: OnMismatch
 ) -> Plan:
     """Find the models of one document, and plan it; see `Repository.plan`."""
+    found = find_models(recipe, finder)
     return make_plan(
         finder.store,
         recipe,
-        [load_model(finder.store, name, finder.commit(name)) for name in recipe.model_names],
+        found.models,
         budget=budget,
         policy=policy,
         seed=seed,
         on_mismatch=on_mismatch,
         author=finder.author,
+        notes=found.notes,
     )
+
+
+def find_models(recipe: Recipe, finder: ModelFinder) -> Aligned:
+    """The models of a recipe in the order of its `model_names`, with the vocabulary that it asks for, and notes.
+
+    Raises:
+        As `ModelFinder.commit` and `mpfs.merge.align.align`.
+    """
+
+    def load(names: Sequence[str]) -> list[Model]:
+        return [load_model(finder.store, name, finder.commit(name)) for name in names]
+
+    return align(finder.store, recipe, load(recipe.model_names), load(recipe.tokenizer_models), finder.author)
 
 
 def branches_of(documents: Sequence[Recipe], into: str, store: Store) -> list[tuple[str, Recipe]]:

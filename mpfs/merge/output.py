@@ -32,6 +32,7 @@ def assemble(
     out_dtype: str | None,
     *,
     layers: Sequence[int] | None = None,
+    replaced: Mapping[str, bytes | None] | None = None,
     objects: ObjectReader,
     blocks: BlockReader,
     writer: Writer,
@@ -45,13 +46,14 @@ def assemble(
         out_dtype: the dtype that the recipe asked for, None if it did not. config.json is made to agree with it, or with
             the tensors.
         layers: which layer of its inputs each layer of the output was; None if as it is.
+        replaced: contents of side files by path, in the place of the template's or besides them; None: there is none.
         objects, blocks: for reading the template's side files.
         writer: takes the blocks of new files.
         block_size: the repository's, in bytes.
     """
+    template = template.outside(TRAINING_STATE)
     identities = {name: object_id(tensor.encode()) for name, tensor in merged.items()}
     needed: dict[Tensor, None] = dict.fromkeys(merged.values())
-    template = template.outside(TRAINING_STATE)
 
     def store(content: bytes) -> ObjectId:
         tensor = stage_bytes(writer, content, block_size)
@@ -80,17 +82,27 @@ def assemble(
     if planned.index is not None:
         files.append(BlobFile(INDEX_PATH, len(planned.index), store(planned.index)))
     taken = {file.path for file in files}
+    changed = dict(replaced or {})
+
+    def true_config(content: bytes) -> bytes:
+        return _true_config(content, template, merged, identities, out_dtype, layers, objects)
+
+    for path, new in changed.items():
+        if new is not None and path not in taken:
+            content = true_config(new) if path == _CONFIG else new
+            files.append(BlobFile(path, len(content), store(content)))
+    taken |= set(changed)
     for side in template.files:
         if not isinstance(side, BlobFile) or side.path in taken or _is_root_index(side.path):
             continue
-        content = objects.get(Tensor, side.content)
+        stored = objects.get(Tensor, side.content)
         if side.path == _CONFIG:
-            old = b"".join(blocks.read(block, side.path) for block in content.blocks)
-            new = _true_config(old, template, merged, identities, out_dtype, layers, objects)
+            old = b"".join(blocks.read(block, side.path) for block in stored.blocks)
+            new = true_config(old)
             if new != old:
                 files.append(BlobFile(side.path, len(new), store(new)))
                 continue
-        needed[content] = None
+        needed[stored] = None
         files.append(side)
     return Assembled(Snapshot(tuple(sorted(files, key=lambda file: file.path))), tuple(needed))
 

@@ -164,13 +164,6 @@ def test_a_base_of_linear_is_an_ordinary_model() -> None:
     assert recipe.base is None
 
 
-@pytest.mark.parametrize("key", ["tokenizer_source", "tokenizer", "chat_template"])
-def test_what_is_not_supported_yet_is_said_to_be(key: str) -> None:
-    assert "not supported by this version" in changed(**{key: "union"})[key]
-    found = problems_of(lambda: recipe_from_mapping({key: [1], "merge_method": "ties", "base_model": "base"}))
-    assert list(found) == [key, "models"]
-
-
 @pytest.mark.parametrize("value", [5, ["ties"], {"a": 1}, True])
 def test_wrong_kinds(value: object) -> None:
     for key in ("merge_method", "models", "base_model", "parameters", "dtype"):

@@ -139,7 +139,7 @@ def _parse_all(values: list[dict[str, Any]], where: str) -> tuple[Recipe, ...]:
         later = {str(other.get("name")) for other in values[index - 1 :] if other.get("name") is not None}
         problems += [
             problem(f"#{index}", f"it uses {model}, which is itself or a later document: documents run in order")
-            for model in recipes[-1].model_names
+            for model in (*recipes[-1].model_names, *recipes[-1].tokenizer_models)
             if model in later
         ]
     if problems:

@@ -12,20 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mpfs.errors import NotFoundError, RecipeError
 from mpfs.merge.operators import Operator, get_operator, operator_names, own_parameters
+from mpfs.merge.recipe.chat_templates import chat_template_problem
 from mpfs.merge.recipe.model import DTYPES, Recipe, RecipeModel, RecipeModule, RecipeSlice
 from mpfs.merge.recipe.problems import Problem, kind, near, problem
+from mpfs.merge.recipe.reference import ModelPath, ModelReference, Strict, model_name
+from mpfs.merge.recipe.tokenizer import read_tokenizer
 from mpfs.merge.recipe.values import Value, read_value
-
-_LATER = {
-    "tokenizer_source": "tokenizer_source",
-    "tokenizer": "tokenizer",
-    "chat_template": "chat_template",
-}
 
 _Location: TypeAlias = "tuple[int | str, ...]"
 
@@ -45,23 +42,8 @@ _WANTED = {
 """What pydantic's error types ask for."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _ModelPath(_Strict):
-    path: str
-    revision: str | None = None
-
-
-class _ModelReference(_Strict):
-    model: _ModelPath
-    lora: _ModelPath | None = None
-    override_architecture: str | None = None
-
-
-class _Entry(_Strict):
-    model: str | _ModelReference
+class _Entry(Strict):
+    model: str | ModelReference
     parameters: dict[str, Any] | None = None
 
 
@@ -69,32 +51,35 @@ class _Source(_Entry):
     layer_range: list[int]
 
 
-class _Slice(_Strict):
+class _Slice(Strict):
     sources: list[_Source]
-    base_model: str | _ModelReference | None = None
+    base_model: str | ModelReference | None = None
     parameters: dict[str, Any] | None = None
     residual_weight: float | None = None
 
 
-class _Module(_Strict):
+class _Module(Strict):
     models: list[_Entry] | None = None
     slices: list[_Slice] | None = None
     parameters: dict[str, Any] | None = None
 
 
-class _Document(_Strict):
+class _Document(Strict):
     merge_method: str
     models: list[_Entry] | None = None
     slices: list[_Slice] | None = None
     modules: dict[str, _Module] | None = None
-    base_model: str | _ModelReference | None = None
+    base_model: str | ModelReference | None = None
     parameters: dict[str, Any] | None = None
     dtype: str | None = None
     out_dtype: str | None = None
+    tokenizer_source: Any = None
+    tokenizer: Any = None
+    chat_template: str | None = None
     name: str | None = None
 
 
-_UNION_PARTS = ("str", _ModelReference.__name__)
+_UNION_PARTS = ("str", ModelReference.__name__)
 """What pydantic puts into a location where a value may be of either kind."""
 
 
@@ -105,20 +90,16 @@ def recipe_from_mapping(value: Mapping[str, Any], where: str = "recipe") -> Reci
         RecipeError: it has mistakes; `problems` lists all of them.
     """
     problems: list[Problem] = []
-    for key in value:
-        if key in _LATER and value[key] is not None:
-            problems.append(problem(str(key), f"{_LATER[key]} is not supported by this version of MPFS"))
-    known = {key: item for key, item in value.items() if key not in _LATER}
     recipe: Recipe | None = None
     try:
-        recipe = _check(_Document.model_validate(known), problems)
+        recipe = _check(_Document.model_validate(value), problems)
     except ValidationError as error:
         wrong = _shape_problems(error, _parameters_of(value.get("merge_method")))
         problems += [problem(_key_path(at), message) for at, message in wrong]
         # What can be read all the same may have mistakes as well, and they are told together.
         with suppress(ValidationError):
             more: list[Problem] = []
-            _check(_Document.model_validate(_patched(known, [at for at, _ in wrong])), more)
+            _check(_Document.model_validate(_patched(value, [at for at, _ in wrong])), more)
             told = tuple(_key_path(at) for at, _ in wrong)
             problems += [item for item in more if not item["path"].startswith(told)]
     if problems or recipe is None:
@@ -133,7 +114,7 @@ def _shape_problems(error: ValidationError, parameters: Collection[str]) -> list
     for item in error.errors():
         location = tuple(part for part in item["loc"] if part not in _UNION_PARTS)
         # A model is text or a mapping: of the two ways to fail only that one is told which was meant.
-        other = "str" if isinstance(item["input"], dict) else _ModelReference.__name__
+        other = "str" if isinstance(item["input"], dict) else ModelReference.__name__
         if item["loc"][-1] != other:
             found.setdefault(location, _explain(item, location, parameters))
     return list(found.items())
@@ -174,7 +155,7 @@ def _check(document: _Document, problems: list[Problem]) -> Recipe:
         operator = get_operator(document.merge_method)
     except NotFoundError as error:
         problems.append(problem("merge_method", error.message))
-    base = None if document.base_model is None else _name(document.base_model, "base_model", problems)
+    base = None if document.base_model is None else model_name(document.base_model, "base_model", problems)
     shared = _values(document.parameters, "parameters", operator, problems)
     reader = _Reader(operator, base, problems)
     _check_contents(document, "", problems)
@@ -185,6 +166,9 @@ def _check(document: _Document, problems: list[Problem]) -> Recipe:
     )
     if document.name is not None and not document.name.strip():
         problems.append(problem("name", "it is empty"))
+    if document.chat_template:
+        wrong = chat_template_problem(document.chat_template)
+        problems += [] if wrong is None else [problem("chat_template", wrong)]
     return Recipe(
         method=document.merge_method,
         models=models,
@@ -195,6 +179,8 @@ def _check(document: _Document, problems: list[Problem]) -> Recipe:
         slices=slices,
         modules=modules,
         name=document.name,
+        tokenizer=read_tokenizer(document.tokenizer_source, document.tokenizer, problems),
+        chat_template=document.chat_template or None,
     )
 
 
@@ -243,7 +229,7 @@ class _Reader:
 
     def _slice(self, given: _Slice, path: str, levels: tuple[Mapping[str, Value], ...]) -> RecipeSlice:
         own = _values(given.parameters, f"{path}.parameters", self.operator, self.problems)
-        base = None if given.base_model is None else _name(given.base_model, f"{path}.base_model", self.problems)
+        base = None if given.base_model is None else model_name(given.base_model, f"{path}.base_model", self.problems)
         sources = self._entries(given.sources, f"{path}.sources")
         if not sources:
             self.problems.append(problem(f"{path}.sources", "the list is empty"))
@@ -259,7 +245,7 @@ class _Reader:
         models: list[RecipeModel] = []
         for index, entry in enumerate(entries):
             where = f"{path}[{index}]"
-            name = _name(entry.model, f"{where}.model", self.problems)
+            name = model_name(entry.model, f"{where}.model", self.problems)
             parameters = _values(entry.parameters, f"{where}.parameters", self.operator, self.problems)
             if any(item.name == name for item in models):
                 self.problems.append(problem(f"{where}.model", f"{name} is listed twice"))
@@ -348,24 +334,6 @@ def _layers(given: list[int], path: str, problems: list[Problem]) -> tuple[int, 
     return (start, stop)
 
 
-def _name(reference: str | _ModelReference, path: str, problems: list[Problem]) -> str:
-    if isinstance(reference, str):
-        name = reference
-    else:
-        name = "+".join(
-            part.path if part.revision is None else f"{part.path}@{part.revision}"
-            for part in (reference.model, reference.lora)
-            if part is not None
-        )
-    if not name.strip():
-        problems.append(problem(path, "the name is empty"))
-    elif name.count("+") > 1:
-        problems.append(problem(path, f"{name}: a model takes one adapter (+)"))
-    elif not all(part.strip() for part in name.split("+")):
-        problems.append(problem(path, f"{name}: a model with an adapter is written MODEL+ADAPTER"))
-    return name
-
-
 def _dtype(name: str | None, path: str, problems: list[Problem]) -> str | None:
     if name is None:
         return None
@@ -382,14 +350,14 @@ def _keys_at(location: _Location) -> list[str]:
         "sources": _Source,
         "slices": _Slice,
         "modules": _Module,
-        "base_model": _ModelReference,
-        "model": _ModelReference,
-        "lora": _ModelPath,
+        "base_model": ModelReference,
+        "model": ModelReference,
+        "lora": ModelPath,
     }
     for part in reversed(location[:-1]):
         if part in holders:
             return list(holders[str(part)].model_fields)
-    return [*_Document.model_fields, *_LATER]
+    return list(_Document.model_fields)
 
 
 def _explain(item: ErrorDetails, location: _Location, parameters: Collection[str]) -> str:

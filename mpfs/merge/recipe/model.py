@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from mpfs.merge.recipe.tokenizer import RecipeTokenizer
 from mpfs.merge.recipe.values import Value, value_as_json
 from mpfs.objects.encoding import Json
 
@@ -72,7 +73,7 @@ class Recipe:
     """A valid recipe. dtypes are named as stored (BF16, …).
 
     Of `models` (in listing order, the base not added), `slices` and `modules` only one is not empty. `name` is what
-    later documents of the same file call the result.
+    later documents of the same file call the result. `chat_template` is `auto`, a name or jinja text.
     """
 
     method: str
@@ -84,6 +85,8 @@ class Recipe:
     slices: tuple[RecipeSlice, ...] = ()
     modules: tuple[RecipeModule, ...] = ()
     name: str | None = None
+    tokenizer: RecipeTokenizer | None = None
+    chat_template: str | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -91,6 +94,13 @@ class Recipe:
         names = dict.fromkeys(source.name for source in self.sources())
         bases = [part.base for part in self.all_slices() if part.base is not None]
         return tuple(names | dict.fromkeys(bases) | dict.fromkeys([] if self.base is None else [self.base]))
+
+    @property
+    def tokenizer_models(self) -> tuple[str, ...]:
+        """Models that only the tokenizer's settings name: they give tokens or rows, and are not merged."""
+        merged = set(self.model_names)
+        named = () if self.tokenizer is None else self.tokenizer.models()
+        return tuple(dict.fromkeys(name for name in named if name not in merged))
 
     def all_slices(self) -> Iterator[RecipeSlice]:
         """The slices of the recipe and of its modules."""
@@ -127,6 +137,7 @@ class Recipe:
             slices=tuple(map(part, self.slices)),
             modules=tuple(map(module, self.modules)),
             base=base(self.base),
+            tokenizer=None if self.tokenizer is None else self.tokenizer.renamed(names),
         )
 
     def as_json(self) -> Json:
@@ -144,6 +155,10 @@ class Recipe:
             value["dtype"] = names[self.dtype]
         if self.out_dtype is not None:
             value["out_dtype"] = names[self.out_dtype]
+        if self.tokenizer is not None:
+            value["tokenizer"] = self.tokenizer.as_json()
+        if self.chat_template is not None:
+            value["chat_template"] = self.chat_template
         return value
 
 
