@@ -21,6 +21,7 @@ from mpfs.objects import BlockId, ObjectId, Tensor
 from mpfs.stats import Records, delta_gram
 from mpfs.stats.exact import in_columns, unpack_distances, with_exact
 from mpfs.stats.shrink import shrink_gram
+from mpfs.stats.norms import with_norms
 from mpfs.stats.stored import blocks_per_column, column_records
 from mpfs.store import BlockReader
 from mpfs.store.pairs import PairTable
@@ -104,7 +105,8 @@ class Weigher:
         sizes = np.full(columns, elements, np.int64)
         sizes[-1] = inputs.numel - (columns - 1) * elements
         # An equal block has no delta, whatever rounding left in the sketches.
-        gram = shrink_gram(delta_gram(origin, records), sizes, cost > 0)
+        gram, information = with_norms(origin, records, delta_gram(origin, records))
+        gram = shrink_gram(gram, sizes, cost > 0, information)
         if self._pairs is not None:
             gram = _with_pairs(gram, inputs, self._pairs)
         if not surplus:

@@ -49,7 +49,7 @@ def delta_gram(base: Records, experts: Records) -> NDArray[np.float64]:
         deltas = [_sketches(experts[i, batch]) - origin for i in range(count)]
         for i in range(count):
             for j in range(i, count):
-                gram[batch, i, j] = gram[batch, j, i] = _tree_sum(deltas[i] * deltas[j])
+                gram[batch, i, j] = gram[batch, j, i] = tree_sum(deltas[i] * deltas[j])
     return gram
 
 
@@ -134,7 +134,7 @@ def delta_summary(a: Records, b: Records) -> DeltaSummary:
     for start in range(0, a.size, _BATCH):
         batch = slice(start, start + _BATCH)
         delta = _sketches(b[batch]) - _sketches(a[batch])
-        squared[batch] = _tree_sum(delta * delta)
+        squared[batch] = tree_sum(delta * delta)
     return DeltaSummary(squared, a["sum_squares"].astype(np.float64), b["sum_squares"].astype(np.float64))
 
 
@@ -143,7 +143,7 @@ def _sketches(records: Records) -> NDArray[np.float64]:
     return np.ascontiguousarray(records["sketch"].T, dtype=np.float64)
 
 
-def _tree_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
+def tree_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sum over the first axis, of length 64, by halves: an order that no library version or machine changes."""
     width = SKETCH_WIDTH
     while width > 1:

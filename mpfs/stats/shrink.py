@@ -5,8 +5,10 @@ noise is largest too, and then promises too much. The remedy is Stein's: pull ea
 tensor, by as much as the spread between columns is noise. Columns of equal energy come out as equal, columns that
 really differ stay as they are, and what is chosen by the estimates keeps what they say.
 
-An estimate of an energy m is m·χ²₆₄/64, so its logarithm has the same noise everywhere, of variance 0.0317. Logarithms
-are pulled towards their mean by the share of their variance that this is, and the sum of the energies is then restored.
+An estimate of an energy m is m·χ²₆₄/64, so its logarithm has the same noise everywhere, of variance 0.0317 (less where
+more is known: `mpfs.stats.norms`). Logarithms are pulled towards their mean by the share of their variance that this is,
+and the sum of the energies is then restored. A few columns tell little about how much they really differ: to their
+spread is added what is usual, as if a few more had been seen.
 Cosines are pulled towards the tensor's in the same way, by one factor for all pairs of experts, so that matrices stay
 positive semidefinite.
 """
@@ -24,14 +26,25 @@ _K: Final = float(SKETCH_WIDTH)
 _NOISE: Final = 0.0317421
 """Variance of the logarithm of χ²₆₄: the trigamma function at 32."""
 
+_USUAL: Final = 0.01
+"""How much the logarithms of energies of a tensor's columns differ as a rule (a variance: 10% either way)."""
+_USUAL_COLUMNS: Final = 4.0
+"""How many columns that rule counts for."""
 
-def shrink_gram(gram: NDArray[np.float64], elements: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float64]:
+
+def shrink_gram(
+    gram: NDArray[np.float64],
+    elements: NDArray[np.int64],
+    live: NDArray[np.bool_],
+    information: NDArray[np.float64] | None = None,
+) -> NDArray[np.float64]:
     """Pull estimates towards their tensor's mean.
 
     Args:
         gram: shape (C, E, E), what `delta_gram` gives for one tensor's columns.
         elements: shape (C,), elements of each column, all at least 1.
         live: shape (C, E), where an expert has a delta; elsewhere the result is 0.
+        information: shape (C, E), how much is known of each energy, as `with_norms` tells it; None: 1 everywhere.
 
     Returns:
         Shape (C, E, E), symmetric. An expert's energies keep their sum, up to rounding.
@@ -40,8 +53,9 @@ def shrink_gram(gram: NDArray[np.float64], elements: NDArray[np.int64], live: ND
     size = elements.astype(np.float64)
     energy = np.where(live, np.maximum(np.einsum("cii->ci", gram), 0.0), 0.0)
     pulled = np.zeros_like(energy)
+    noise_of = np.full(energy.shape, _NOISE) if information is None else _NOISE / information
     for i in range(count):
-        pulled[:, i] = _energies(energy[:, i], np.where(live[:, i], size, 0.0))
+        pulled[:, i] = _energies(energy[:, i], np.where(live[:, i], size, 0.0), noise_of[:, i])
     result = np.zeros_like(gram)
     for i in range(count):
         result[:, i, i] = pulled[:, i]
@@ -72,8 +86,10 @@ def shrink_gram(gram: NDArray[np.float64], elements: NDArray[np.int64], live: ND
     return result
 
 
-def _energies(energy: NDArray[np.float64], size: NDArray[np.float64]) -> NDArray[np.float64]:
-    """One expert's energies; `size` is 0 where it has none."""
+def _energies(
+    energy: NDArray[np.float64], size: NDArray[np.float64], noise: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """One expert's energies; `size` is 0 where it has none, `noise` the variance of their logarithms' errors."""
     live = size > 0.0
     number = float(np.count_nonzero(live))
     total = _sum(energy)
@@ -90,8 +106,11 @@ def _energies(energy: NDArray[np.float64], size: NDArray[np.float64]) -> NDArray
         return energy
     level = np.where(known, _logarithm(np.where(known, relative, 1.0)), 0.0)
     centre = _sum(level) / number
-    spread = _sum(np.where(known, (level - centre) ** 2, 0.0)) / (number - 1.0)
-    keep = max(0.0, 1.0 - _NOISE / spread) if spread > 0.0 else 0.0
+    free = number - 1.0
+    usual = _sum(np.where(known, noise, 0.0)) / number
+    scatter = _sum(np.where(known, (level - centre) ** 2, 0.0))
+    spread = max(0.0, (scatter + _USUAL_COLUMNS * (_USUAL + usual)) / (free + _USUAL_COLUMNS) - usual)
+    keep = spread / (spread + noise)
     pulled = np.where(known, _exponential(centre + keep * (level - centre)) * size, 0.0)
     result: NDArray[np.float64] = pulled * (total / _sum(pulled))
     return result
