@@ -21,6 +21,7 @@ from mpfs.history import Diff, Explanation, Insight, LogEntry, ancestry, diff_sn
 from mpfs.history.storage import StorageReport, measure_storage
 from mpfs.ingest.facade import Imports
 from mpfs.merge.reports import MergeReport, PlanReport
+from mpfs.merge.sweep.facade import Sweeps
 from mpfs.objects import Budget, Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
 from mpfs.objects.ids import is_object_id
 from mpfs.objects.progress import Progress
@@ -61,10 +62,11 @@ _DEFAULT_MEMORY = 1 << 30
 """Bound of a merge's anonymous memory, in bytes."""
 
 
-class Repository(Contents, Imports, AbstractContextManager["Repository"]):
+class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]):
     """An open repository. Close it, or use it in a `with` block; it may be used from several threads.
 
-    How to read a revision's files and tensors, check it out and mount it is in `Contents`, how to import in `Imports`.
+    How to read a revision's files and tensors, check it out and mount it is in `Contents`, how to import in `Imports`,
+    how to sweep in `Sweeps`.
     """
 
     def __init__(self, store: Store, author: str | None = None) -> None:
