@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpfs.merge.kernels.columns import Bits, BitsColumn
-from mpfs.merge.operators import LeftOut
+from mpfs.merge.operators import LeftOut, Parameters, get_operator
 
 WEIGHTS = [1.0, 0.7, 0.3, 0.11, 1.9, 0.45, -0.6, 3.0] + [0.2] * 9 + [0.35] * 16
 
@@ -115,3 +115,51 @@ def test_no_experts(method: str) -> None:
     column = BitsColumn(0, 70, columns.columns[0].base, [])
     columns.columns = [column]
     cases.check(method, cases.context(70, 0, torch.bfloat16), path_values, columns)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@settings(max_examples=40, deadline=None)
+@given(
+    numel=st.integers(1, 2600),
+    kinds=st.tuples(st.sampled_from(["model", "special", "random"]), KINDS),
+    seed=st.integers(0, 2**32),
+    t=st.sampled_from([0.0, 0.3, 0.5, 1.0, -0.4, 1.7]),
+    cuts=st.sets(st.integers(1, 40), max_size=4),
+    hidden=st.lists(st.sets(st.just(0), max_size=1), max_size=3),
+    turned=st.booleans(),
+)
+def test_slerp(
+    dtype: torch.dtype,
+    numel: int,
+    kinds: tuple[str, str],
+    seed: int,
+    t: float,
+    cuts: set[int],
+    hidden: list[set[int]],
+    turned: bool,
+) -> None:
+    base = cases.patterns(numel, dtype, seed, kinds[0])
+    # A model that is close to the base is interpolated linearly, one that has little to do with it along the circle.
+    other = cases.patterns(numel, dtype, seed + 1, kinds[1], np.roll(base, 1) if turned else base)
+    columns = cases.Columns(base, [other], [64 * cut for cut in cuts if 64 * cut < numel], hidden)
+    cases.check("slerp", cases.context(numel, 1, dtype), Parameters({"t": t}, [{}]), columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("linear", [False, True])
+def test_slerp_of_every_pattern_of_a_16_bit_type(dtype: torch.dtype, linear: bool) -> None:
+    everything = np.arange(65_536, dtype=np.uint16).view(cases.patterns(1, dtype, 0, "random").dtype)
+    other = np.random.default_rng(3).permutation(everything)
+    where = cases.context(65_536, 1, dtype)
+    operator = get_operator("slerp")
+    path = operator.fast(where, Parameters({"t": 0.3}, [{}]), cases.available())
+    assert path is not None
+    for low in range(0, 65_536, 1024):
+        part = slice(low, low + 1024)
+        columns = cases.Columns(everything[part], [other[part]], [])
+        prepared = {"factors": [0.7, -0.31], "linear": linear}
+        [expected] = [
+            cases.to_bits(operator.apply(where, Parameters({"t": 0.3}, [{}]), prepared, column))
+            for column in columns.tensors(dtype)
+        ]
+        np.testing.assert_array_equal(path.apply(prepared, columns.columns[0]), expected)

@@ -148,6 +148,23 @@ class Kernels:
             _LIKE[dtype], column.numel, _address(base), _address(theirs), state, np.uint64(limit), *lanes
         )
 
+    def blend(self, dtype: str, base: Bits, other: Bits, factors: Sequence[float], *, keep_equal: bool) -> Bits:
+        """The sum of two models times their factors; with `keep_equal` where they differ, else the base's bits."""
+        base, other = _aligned(base), _aligned(other)
+        out = np.empty(base.size, BIT_TYPES[dtype])
+        self._kernel("blend", dtype)(out, _address(base), _address(other), np.array(factors, np.float32), keep_equal)
+        return out
+
+    def products(self, dtype: str, column: BitsColumn, other: Bits | None, lanes: NDArray[np.float64]) -> None:
+        """Add the squares of the base's elements, of the other's (None: the base), and their products, to `lanes`.
+
+        `lanes` has shape (3, 64). The column starts at a multiple of 64 elements; columns must come in order (see
+        `LaneSum`).
+        """
+        base = _aligned(column.base)
+        theirs = base if other is None else _aligned(other)
+        self._kernel("products", dtype)(_LIKE[dtype], column.numel, _address(base), _address(theirs), lanes)
+
     def _kernel(self, name: str, dtype: str) -> Callable[..., Any]:
         found: Callable[..., Any] | None = self._dispatch.COMPILED.get((name, dtype))
         if found is None:

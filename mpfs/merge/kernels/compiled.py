@@ -514,3 +514,42 @@ def drawn_norms(
             magnitude = np.float64(abs(_delta(_wide(new[j]), _wide(old[j]), like)))
             full[j] += magnitude
             masked[j] += magnitude if _kept(at, j, limit) else np.float64(0)
+
+
+def blend(out: Any, base_address: Any, other_address: Any, factors: Any, keep_equal: Any) -> None:
+    """factors[0] · base + factors[1] · other, see `mpfs.merge.operators.slerp`.
+
+    Args:
+        out: the result's bit patterns; its type tells the format.
+        base_address, other_address: where the columns are.
+        factors: float32, shape (2,).
+        keep_equal: whether an element in which both agree keeps the base's bits.
+    """
+    base = carray(_pointer(base_address, out), out.size)
+    other = carray(_pointer(other_address, out), out.size)
+    first, second = factors[0], factors[1]
+    for j in range(out.size):
+        a, b = _wide(base[j]), _wide(other[j])
+        mixed = _stored(_rounded(a * first + b * second, out), out)
+        out[j] = base[j] if keep_equal and a == b else mixed
+
+
+def products(like: Any, size: Any, base_address: Any, other_address: Any, lanes: Any) -> None:
+    """Add the squares of a column's base and of the other model, and their products, to the lanes; see `LaneSum`.
+
+    Args:
+        like: any array of the format's type.
+        size: elements of the column, which starts at a multiple of 64.
+        lanes: float64, shape (3, 64).
+    """
+    base = carray(_pointer(base_address, like), size)
+    other = carray(_pointer(other_address, like), size)
+    ours, theirs, both = lanes[0], lanes[1], lanes[2]
+    for low in range(0, size, 64):
+        n = min(64, size - low)
+        old, new = base[low : low + n], other[low : low + n]
+        for j in range(n):
+            a, b = np.float64(_wide(old[j])), np.float64(_wide(new[j]))
+            ours[j] += a * a
+            theirs[j] += b * b
+            both[j] += a * b

@@ -11,9 +11,9 @@ from typing import Any
 import numba  # type: ignore[import-untyped,unused-ignore]  # old versions ship no types
 from numba import types
 
-from mpfs.merge.kernels.compiled import drawn_norms, find_equal, histogram, linear, task_vector
+from mpfs.merge.kernels.compiled import blend, drawn_norms, find_equal, histogram, linear, products, task_vector
 
-_ALL: tuple[Callable[..., Any], ...] = (task_vector, linear, histogram, find_equal, drawn_norms)
+_ALL: tuple[Callable[..., Any], ...] = (task_vector, linear, histogram, find_equal, drawn_norms, blend, products)
 _FORMATS: dict[str, Any] = {"BF16": types.uint16, "F16": types.int16, "F32": types.uint32}
 COMPILED: dict[tuple[str, str], Callable[..., Any]] = {}
 """What is compiled by now, by name and stored dtype."""
@@ -36,6 +36,8 @@ def _signature(name: str, dtype: str) -> Any:
         "histogram": (bits, i64, u64, array(u64), i64, i64, array(u32), array(i64, 2)),
         "find_equal": (bits, i64, u64, u64, u32, i64),
         "drawn_norms": (bits, i64, u64, u64, u64, u64, lanes, lanes),
+        "blend": (bits, u64, u64, array(f32), types.boolean),
+        "products": (bits, i64, u64, u64, array(types.float64, 2)),
     }[name]
 
 

@@ -6,7 +6,8 @@ the few elements at the end of a float32 tensor whose experts torch sums in an o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,40 @@ class LinearPath:
             where = f"{self._context.name}: a model is missing at {column.start}"
             raise ValueError(f"{where}, and there is no base to stand in")
         return self._kernels.linear(self._context.work, models, self._weights, self._divisor)
+
+
+class BlendPath:
+    """`Slerp`; `factors` makes its scalars of the two squared norms and the product."""
+
+    def __init__(
+        self, kernels: Kernels, context: TensorContext, factors: Callable[[Sequence[float]], Prepared]
+    ) -> None:
+        self._kernels = kernels
+        self._context = context
+        self._factors = factors
+
+    def prepare(self, columns: BitsColumns) -> Prepared:
+        """The operator's scalars, in one pass.
+
+        Raises:
+            ValueError: a column has no base.
+        """
+        lanes = np.zeros((3, GROUP))
+        work = self._context.work
+        columns.in_order(lambda column: self._kernels.products(work, column, column.experts[0], lanes))
+        return self._factors([fold_lanes(lane) for lane in lanes])
+
+    def apply(self, prepared: Prepared, column: BitsColumn) -> Bits:
+        """Merge one column.
+
+        Raises:
+            ValueError: the column has no base.
+        """
+        if column.base is None:
+            raise ValueError(f"{self._context.name}: the column at {column.start} has no base")
+        other = column.base if column.experts[0] is None else column.experts[0]
+        factors = cast("Sequence[float]", prepared["factors"])
+        return self._kernels.blend(self._context.work, column.base, other, factors, keep_equal=bool(prepared["linear"]))
 
 
 class TaskVectorPath:

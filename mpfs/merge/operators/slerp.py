@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, cast
 
 from mpfs.merge.deferred import torch
-from mpfs.merge.operators.arithmetic import accumulator
-from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.kernels.backend import Kernels
+from mpfs.merge.kernels.columns import BIT_TYPES
+from mpfs.merge.operators.arithmetic import accumulator, one_nan
+from mpfs.merge.operators.base import Column, FastPath, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
+from mpfs.merge.operators.fast import BlendPath
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import base_of, sum_each
 from mpfs.merge.operators.values import value_of
@@ -62,7 +65,11 @@ class Slerp(Operator):
             other = ours if expert is None else expert.double()
             return ours * ours, other * other, ours * other
 
-        first, second, both = sum_each(columns, 3, products)
+        return self._factors(parameters, sum_each(columns, 3, products))
+
+    def _factors(self, parameters: Parameters, sums: Sequence[float]) -> Prepared:
+        """What is made of the two squared norms and the product."""
+        first, second, both = sums
         t = float(value_of(self.parameters, parameters.shared, "t"))
         lengths = [math.sqrt(square) for square in (first, second)]
         scale = math.prod(norm if norm > _SMALL_NORM else 1.0 for norm in lengths)
@@ -72,6 +79,12 @@ class Slerp(Operator):
         theta = math.acos(cosine)
         factors = [math.sin((1 - t) * theta) / math.sin(theta), math.sin(t * theta) / math.sin(theta)]
         return {"factors": factors, "linear": False}
+
+    def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
+        """By the kernels for two models."""
+        if context.work not in BIT_TYPES:
+            return None
+        return BlendPath(kernels, context, lambda sums: self._factors(parameters, sums))
 
     def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:
         """One column: two products and a sum in float32 (float64 stays), rounded once.
@@ -86,7 +99,7 @@ class Slerp(Operator):
         def mix(piece: Column) -> torch.Tensor:
             ours = base_of(context, piece)
             other = ours if piece.experts[0] is None else piece.experts[0]
-            mixed = (ours.to(wide) * ours_factor + other.to(wide) * other_factor).to(context.dtype)
+            mixed = one_nan((ours.to(wide) * ours_factor + other.to(wide) * other_factor).to(context.dtype))
             return torch.where(ours == other, ours, mixed) if linear else mixed
 
         return by_piece(column, base_of(context, column), mix)
