@@ -156,7 +156,8 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
 
         Args:
             recipe: a YAML file in mergekit's grammar, or the same as a mapping. Its models are refs, commit ids, paths
-                or URLs (what is not here is imported first, to the branch `imported/NAME`), with `+ADAPTER` or not.
+                URLs or models on the hub (what is not here is imported first, to the branch `imported/NAME`), with
+                `+ADAPTER` or not.
             budget: what may be read of the experts; None: everything.
             policy: how blocks are chosen under a budget.
             seed: for methods and policies that draw random numbers.
@@ -168,7 +169,7 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
             RecipeError: the recipe has mistakes.
             MismatchError: the models do not fit each other.
             BudgetInfeasibleError: the method must read more than the budget allows.
-            NotFoundError: a model is neither a ref, a commit nor a path.
+            NotFoundError: a model is neither a ref, a commit, a path nor on the hub.
         """
         from mpfs.merge.documents import plan_document, read_documents
 
@@ -545,14 +546,15 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
         )
 
     def _finder(self, folder: Path | None) -> ModelFinder:
+        from mpfs.ingest.hub import is_hub_model
         from mpfs.merge.naming import ModelFinder
 
-        return ModelFinder(self._store, self._author, self.resolve, self._bring_in, folder)
+        return ModelFinder(self._store, self._author, self.resolve, self._bring_in, is_hub_model, folder)
 
     def _bring_in(self, source: str | Path) -> ObjectId:
         from mpfs.merge.naming import imported_ref
 
-        return self.import_checkpoint(source, imported_ref(Path(source))).commit
+        return self.import_checkpoint(source, imported_ref(source)).commit
 
     def _plans_starting_with(self, prefix: str) -> list[ObjectId]:
         if len(prefix) < 4 or any(digit not in "0123456789abcdef" for digit in prefix):

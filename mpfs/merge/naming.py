@@ -1,4 +1,4 @@
-"""From a recipe's words for a model to a commit: refs, commits, paths, URLs, with `@revision` and `+adapter`."""
+"""From a recipe's words for a model to a commit: refs, commits, paths, URLs, hub ids, with `@revision` and `+adapter`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from mpfs.store import Store
 class ModelFinder:
     """Finds the models of a recipe in a store.
 
-    `resolve` gives the commit of a revision; `bring_in` imports a path or URL; `folder` is where paths may start from, besides
-    the working directory.
+    `resolve` gives the commit of a revision; `bring_in` imports a path, URL or hub id; `is_hub_id` says whether a name could
+    be one; `folder` is where paths may start from, besides the working directory.
     """
 
     store: Store
     author: str
     resolve: Callable[[str], ObjectId]
     bring_in: Callable[[str | Path], ObjectId]
+    is_hub_id: Callable[[str], bool]
     folder: Path | None
 
     def commit(self, name: str) -> ObjectId:
         """The commit of a model; made if it is one with an adapter.
 
         Raises:
-            NotFoundError: a part of it is neither a ref, a commit nor a path.
+            NotFoundError: a part of it is neither a ref, a commit, a path nor a model on the hub.
             BadInputError: the adapter is none, or does not fit.
         """
         base, plus, adapter = name.partition("+")
@@ -54,9 +55,18 @@ class ModelFinder:
                 if path.exists():
                     return self.bring_in(path)
             model, at, revision = name.rpartition("@")
-            if at:
+            if at and not (self.is_hub_id(name) and self._is_unknown(model)):
                 return self._at(model, revision)
+            if self.is_hub_id(name):
+                return self.bring_in(name)
             raise NotFoundError(f"model {name}: {error.message}, and there is no such path", model=name) from error
+
+    def _is_unknown(self, name: str) -> bool:
+        try:
+            self.resolve(name)
+        except NotFoundError:
+            return True
+        return False
 
     def _at(self, model: str, revision: str) -> ObjectId:
         """An earlier commit of a model's history."""
@@ -66,8 +76,13 @@ class ModelFinder:
         return commit
 
 
-def imported_ref(path: Path) -> str:
-    """The branch that a path or URL is imported to, where only a model was named."""
-    stem = path.resolve().name
-    clean = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in stem)
-    return "imported/" + (clean.strip(".-").replace("..", "-") or "model")
+def imported_ref(source: str | Path) -> str:
+    """The branch that a path, URL or hub id is imported to, where only a model was named."""
+    parts = [source] if isinstance(source, str) and "://" not in source else [Path(source).resolve().name]
+    clean = "/".join(_clean(part) for text in parts for part in str(text).split("/"))
+    return "imported/" + (clean or "model")
+
+
+def _clean(name: str) -> str:
+    text = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in name)
+    return text.strip(".-").replace("..", "-") or "model"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +140,63 @@ def test_what_is_not_there(repository: Repository, hub: dict[str, Any]) -> None:
     gone = {"endpoint": "http://127.0.0.1:9", "token": False}
     with refused(repository, BadInputError, match="the hub cannot be reached"):
         repository.import_checkpoint("org/name", "main", storage_options=gone)
+
+
+def linear(*models: str) -> dict[str, Any]:
+    """A recipe."""
+    return {"merge_method": "linear", "models": [{"model": name} for name in models], "parameters": {"weight": 0.125}}
+
+
+def in_a_process(repository: Repository, hub: dict[str, Any], recipe: dict[str, Any], *, into: str) -> dict[str, Any]:
+    """`mpfs merge --json` with the hub where huggingface_hub's environment variables say that it is."""
+    path = repository.path.parent / "recipe.json"
+    path.write_text(json.dumps(recipe))
+    script = "from mpfs_cli.main import main; main()"
+    arguments = ["-r", str(repository.path), "merge", str(path), "--into", into, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "HF_ENDPOINT": hub["endpoint"], "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def test_models_in_recipes(repository: Repository, hub: dict[str, Any]) -> None:
+    """One that is neither ref, commit nor path is imported from the hub, at the commit that its revision is."""
+    repository.import_checkpoint("org/name", "mine", storage_options=hub)
+    repository.branch("org/other", "mine")
+    repository.tag("org/v1", "mine")
+    models = ("mine", "org/name@v1", "org/other", "org/other@org/v1")
+    report = in_a_process(repository, hub, linear(*models), into="merged")
+    assert repository.tensors("merged") == repository.tensors("mine")
+    plan = repository.find_plan(report["plan"]).plan
+    assert [model.name for model in plan.models] == list(models)
+    commit = repository._store.objects.get(Commit, plan.models[1].commit)
+    assert commit.source == f"hf://org/name@{COMMIT}"
+    assert repository.resolve("imported/org/name-v1") == plan.models[1].commit
+    assert [ref.name for ref in repository.refs() if ref.name.startswith("imported/")] == ["imported/org/name-v1"]
+    failed = in_a_process(repository, hub, linear("mine", "org/nothing"), into="other")
+    assert failed["error"]["kind"] == "not_found"
+    assert "HTTP 404" in failed["error"]["message"]
+
+
+def test_a_revision_that_is_not_here(repository: Repository, hub: dict[str, Any]) -> None:
+    """Where MODEL is a ref, MODEL@REVISION is not asked of the hub."""
+    repository.import_checkpoint("org/name", "org/other", storage_options=hub)
+    with pytest.raises(NotFoundError, match="no-such"):
+        repository.plan(linear("org/other", "org/other@no-such"))
+
+
+def test_recipes_without_the_extra(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, hub: dict[str, Any]
+) -> None:
+    repository.import_checkpoint("org/name", "mine", storage_options=hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(NotFoundError, match=r"org/name: there is no such path; .*mpfs\[hub\]"):
+        repository.plan(linear("mine", "org/name"))
 
 
 def test_paths_are_no_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
