@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpfs.errors import BadInputError
+from mpfs.formats import portable
 from mpfs.formats.messages import is_unicode, show
 from mpfs.ingest import known
 from mpfs.ingest.files import source_files
@@ -87,6 +88,7 @@ def ingest(
         # Closed before the files are: when this fails no worker may still be reading.
         with closing(staging.run(threads, progress)) as described:
             snapshot = Snapshot(tuple(described))
+        found.notes.extend(portable.notes(item.path for item in found.incoming))
         manifest = staging.manifest()
         files.check_unchanged()
     return Ingested(

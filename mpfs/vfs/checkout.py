@@ -12,14 +12,15 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from mpfs.errors import BadInputError, MPFSError, NoSpaceError, UsageError
-from mpfs.formats.messages import show
+from mpfs.formats.messages import listing, show
+from mpfs.formats.portable import windows_problem
 from mpfs.objects import Snapshot, block_id, object_id
 from mpfs.objects.progress import Progress
 from mpfs.store import Store
@@ -129,15 +130,14 @@ def execute(
             if not force:
                 _refuse_others(target, plan)
             kept = _unchanged(target, plan.files, workers)
-        due = CheckoutPlan(target, tuple(file for file in plan.files if file not in kept))
+        there = {file.path for file in kept}
+        due = CheckoutPlan(target, tuple(file for file in plan.files if file.path not in there))
         needed = sum(-(-file.size // _PAGE) * _PAGE for file in due.files)
         require_free_space(existing_parent(target), needed, f"checking out {name}")
         with building(target) as directory:
-            for parent in sorted(_directories(plan)):
-                (directory / parent).mkdir(exist_ok=True)
-            for file in kept:
-                os.link(target / file.path, directory / file.path, follow_symlinks=False)
-            _make_files(due, directory)
+            _make_names(plan, there, target, directory)
+            _check_names(plan, directory)
+            _reserve(due, directory)
             _write_files(due, directory, store, name, progress, workers)
             for parent in sorted(_directories(plan), reverse=True):
                 sync_directory(directory / parent)
@@ -187,21 +187,69 @@ def _directories(plan: CheckoutPlan) -> set[PurePosixPath]:
     return {parent for file in plan.files for parent in PurePosixPath(file.path).parents} | {PurePosixPath()}
 
 
-def _make_files(plan: CheckoutPlan, directory: Path) -> None:
-    """Make every file, at its full size where the file system can promise it."""
+def _make_names(plan: CheckoutPlan, kept: Collection[str], target: Path, directory: Path) -> None:
+    """Make the directories of all planned files, and every file: empty, or the one that is kept of an earlier checkout. What
+    a file system cannot have shows now.
+
+    Raises:
+        BadInputError: two paths are the same there, or it cannot have a name.
+    """
+    for parent in sorted(_directories(plan)):
+        with _naming(str(parent)):
+            os.makedirs(directory / parent, exist_ok=True)
     for file in plan.files:
-        try:
-            fd = os.open(directory / file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except (FileExistsError, IsADirectoryError) as error:
-            raise BadInputError(
-                f"{show(file.path)} is the same as another path on this file system (upper and lower case?)",
-                path=file.path,
-            ) from error
-        try:
-            if file.size:
+        with _naming(file.path):
+            if file.path in kept:
+                os.link(target / file.path, directory / file.path, follow_symlinks=False)
+                continue
+            os.close(os.open(directory / file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+        raise BadInputError(
+            f"{show(path)} is the same as another path on this file system (upper and lower case?); check out to another one",
+            path=path,
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EILSEQ):
+            raise
+        problem = windows_problem(path)
+        raise BadInputError(
+            f"this file system cannot have {show(path)} ({problem or error.strerror}); check out to another one",
+            path=path,
+        ) from error
+
+
+def _check_names(plan: CheckoutPlan, directory: Path) -> None:
+    """Some file systems take a name and make another of it, or take two for one: what is there must be what was planned."""
+    wanted = {file.path for file in plan.files} | {str(parent) for parent in _directories(plan)} - {"."}
+    found = {
+        os.path.relpath(os.path.join(parent, name), directory)
+        for parent, directories, names in os.walk(directory)
+        for name in (*directories, *names)
+    }
+    if wanted != found:
+        lost = sorted(wanted - found)
+        raise BadInputError(
+            f"this file system makes {listing(sorted(found - wanted)) or 'one name'} of {listing(lost)}: two paths, or another "
+            "name than was asked for; check out to another one",
+            paths=lost,
+        )
+
+
+def _reserve(plan: CheckoutPlan, directory: Path) -> None:
+    """Give every file its full size where the file system can promise it."""
+    for file in plan.files:
+        if file.size:
+            fd = os.open(directory / file.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
                 _allocate(fd, file.size)
-        finally:
-            os.close(fd)
+            finally:
+                os.close(fd)
 
 
 def _allocate(fd: int, size: int) -> None:

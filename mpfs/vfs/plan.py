@@ -232,7 +232,8 @@ def _recut(named: Mapping[str, Tensor], shard_size: int, metadata: Mapping[str, 
 
 
 def _check_paths(paths: Sequence[str]) -> None:
-    """Refuse paths that no directory can hold together. That a file system folds case shows only when writing."""
+    """Refuse paths that no directory can hold together. What else the target's file system cannot have, `execute` finds
+    before it writes a byte."""
     seen = set(paths)
     if len(seen) != len(paths):
         twice = next(path for index, path in enumerate(paths) if path in paths[:index])
