@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import JsonOption, MessageOption, ThreadsOption, flag
+from .options import JsonOption, MessageOption, NoSpaceCheckOption, ThreadsOption, flag
 from .output import ID, REF
 from .session import Session
 from .sizes import format_count, format_seconds, format_size
@@ -57,6 +57,7 @@ def import_checkpoint(
     verify: Annotated[
         bool, flag("--verify", help="Read files again that an earlier import has read and that did not change since.")
     ] = False,
+    no_space_check: NoSpaceCheckOption = False,
     message: MessageOption = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
@@ -79,6 +80,7 @@ def import_checkpoint(
             "strip_prefix": strip_prefix,
             "everything": everything,
             "verify": verify,
+            "check_space": not no_space_check,
             "message": message,
             "threads": threads,
             "progress": progress,

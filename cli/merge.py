@@ -16,6 +16,7 @@ from .options import (
     JsonOption,
     MessageOption,
     MismatchOption,
+    NoSpaceCheckOption,
     OnMismatch,
     Policy,
     PolicyOption,
@@ -75,6 +76,7 @@ def merge(
     allow_nonfinite: Annotated[
         bool, flag("--allow-nonfinite", help="Commit the result even if it holds NaN or infinity.")
     ] = False,
+    no_space_check: NoSpaceCheckOption = False,
     memory: Annotated[
         int,
         typer.Option("--memory", metavar="SIZE", parser=SIZE, show_default="1GiB", help="Most memory for the work."),
@@ -114,6 +116,7 @@ def merge(
                 reuse=not no_reuse,
                 verify_fidelity=verify_fidelity,
                 allow_nonfinite=allow_nonfinite,
+                check_space=not no_space_check,
                 memory=memory,
                 threads=threads,
                 message=message,

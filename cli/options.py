@@ -101,6 +101,9 @@ MessageOption = Annotated[
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", metavar="N", min=1, help="Worker threads; default: one a CPU.")
 ]
+NoSpaceCheckOption = Annotated[
+    bool, flag("--no-space-check", help="Start even if it seems that there is no room; what does not fit is undone.")
+]
 
 
 def budget_of(budget: Amount | None, fidelity: float | None) -> Budget | None:

@@ -12,6 +12,7 @@ from .options import (
     FidelityOption,
     JsonOption,
     MismatchOption,
+    NoSpaceCheckOption,
     OnMismatch,
     Policy,
     PolicyOption,
@@ -67,6 +68,7 @@ def sweep(
     allow_nonfinite: Annotated[
         bool, flag("--allow-nonfinite", help="Commit results even if they hold NaN or infinity.")
     ] = False,
+    no_space_check: NoSpaceCheckOption = False,
     memory: Annotated[
         int,
         typer.Option("--memory", metavar="SIZE", parser=SIZE, show_default="1GiB", help="Most memory for the work."),
@@ -105,6 +107,7 @@ def sweep(
             reuse=not no_reuse,
             verify_fidelity=verify_fidelity,
             allow_nonfinite=allow_nonfinite,
+            check_space=not no_space_check,
             memory=memory,
             threads=threads,
             message=message,

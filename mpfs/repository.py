@@ -229,6 +229,7 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
         reuse: bool = True,
         verify_fidelity: bool = False,
         allow_nonfinite: bool = False,
+        check_space: bool = True,
         memory: int = _DEFAULT_MEMORY,
         threads: int | None = None,
         message: str | None = None,
@@ -244,6 +245,7 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
             reuse: take results of earlier merges from the store instead of computing them again.
             verify_fidelity: afterwards read every expert in full and measure how close to the full merge it came.
             allow_nonfinite: publish the result even if it holds NaN or infinity.
+            check_space: see first whether there is room for all that will be computed, but for what earlier merges have computed.
             memory: bound of anonymous memory, in bytes.
             threads: worker threads; default: the number of CPUs.
             message: the commit's message; default: what was merged.
@@ -254,12 +256,12 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
             RefConflictError: `into` is a tag, or moved meanwhile; nothing is published.
             NonFiniteError: the result holds NaN or infinity; nothing is published.
             IntegrityError: an input block is damaged.
-            NoSpaceError: the disk or the map is full; nothing is published.
+            NoSpaceError: there is no room for the result; or the disk or the map got full. Nothing is published.
         """
         from mpfs.merge.commit import MergeOptions, check_foreign_plan, run_plan
         from mpfs.merge.documents import branches_of, plan_document, read_documents
 
-        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite)
+        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite, check_space)
         if isinstance(recipe, Plan):
             check_foreign_plan(self._store, recipe)
             return run_plan(self._store, recipe, into, message=message, author=self._author, options=options)

@@ -64,6 +64,7 @@ def import_checkpoint(
     strip_prefix: str | None = None,
     everything: bool = False,
     verify: bool = False,
+    check_space: bool = True,
     message: str | None,
     author: str,
     threads: int | None,
@@ -82,6 +83,7 @@ def import_checkpoint(
             everything=everything,
             known_to=None if verify else store,
             base=None if base is None else BaseModel(store, base.commit),
+            space_of=store if check_space else None,
             threads=threads,
             progress=progress,
         )

@@ -44,6 +44,7 @@ class Imports:
         strip_prefix: str | None = None,
         everything: bool = False,
         verify: bool = False,
+        check_space: bool = True,
         message: str | None = None,
         threads: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -64,6 +65,8 @@ class Imports:
             everything: also keep what a torch file holds besides the model (optimizer, scheduler, counters, …), in the
                 directory training_state; see `load_training`.
             verify: read files again that an earlier import has read, and that have not changed since by their time stamps.
+            check_space: see first whether there is room. Where the whole source does not fit, a local one is read once more to
+                find out how much of it is stored already; a remote one is refused, although it might fit.
             message: the commit's message; default: what was imported.
             threads: worker threads; default: the number of CPUs.
             storage_options: fsspec's, for a URL.
@@ -73,7 +76,7 @@ class Imports:
             NotFoundError: there is nothing at `source`; or `base` names nothing.
             BadInputError: the source is damaged, unsafe or no checkpoint. Nothing is changed.
             RefConflictError: `ref` is a tag, or moved meanwhile.
-            NoSpaceError: the disk or the map is full.
+            NoSpaceError: there is no room for it; or the disk or the map got full.
         """
         from mpfs.ingest.commit import import_checkpoint
         from mpfs.ingest.remote import open_source
@@ -88,6 +91,7 @@ class Imports:
             strip_prefix=strip_prefix,
             everything=everything,
             verify=verify,
+            check_space=check_space,
             message=message,
             author=self._author,
             threads=threads,

@@ -18,6 +18,7 @@ from mpfs.ingest.look import Choice, Found, look_at
 from mpfs.ingest.pairs import BaseModel
 from mpfs.ingest.pipeline import TensorJob, store_tensors
 from mpfs.ingest.remote import RemoteTree
+from mpfs.ingest.room import require_room, unstored_bytes
 from mpfs.objects import File, ManifestFile, Snapshot, Tensor, object_id
 from mpfs.objects.progress import Progress
 from mpfs.store import Store, Writer
@@ -58,6 +59,7 @@ def ingest(
     everything: bool = False,
     known_to: Store | None = None,
     base: BaseModel | None = None,
+    space_of: Store | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Ingested:
@@ -72,10 +74,12 @@ def ingest(
         everything: also take what a torch file holds besides a model.
         known_to: the writer's store, if files that an earlier import has read need not be read again.
         base: what it is compared with on the way, but for files that are not read again.
+        space_of: the writer's store, if it is to be seen first whether there is room.
         threads: worker threads; default: the number of CPUs.
         progress: told the bytes staged, of all.
 
     Raises:
+        NoSpaceError: there is no room for it; nothing was written.
         IntegrityError: a block of the base is missing or damaged.
         NotFoundError: there is nothing at `source`, or nothing under `key`.
         BadInputError: it is damaged, unsafe or no checkpoint; the subclasses tell which.
@@ -85,6 +89,8 @@ def ingest(
         found.incoming.sort(key=lambda item: item.path)
         _refuse_impossible(source, found.incoming)
         staging = _Staging(found, writer, block_size, known_to, base)
+        if space_of is not None:
+            _require_room(space_of, source, Choice(key, strip_prefix, everything), staging, threads)
         # Closed before the files are: when this fails no worker may still be reading.
         with closing(staging.run(threads, progress)) as described:
             snapshot = Snapshot(tuple(described))
@@ -151,6 +157,11 @@ class _Staging:
         for name, job in zip(names, item.jobs(), strict=True):
             yield job if name is None or self._base is None else self._base.compared(f"{item.prefix}{name}", job)
 
+    @property
+    def unknown(self) -> list[Incoming]:
+        """The files that are read."""
+        return [item for item in self._found.incoming if item.path not in self._known]
+
     def manifest(self) -> tuple[ManifestFile, ...]:
         """The source's files, with the hashes of those that were not stored as they are taken now."""
         return tuple(
@@ -167,6 +178,20 @@ class _Staging:
             item.whole.check_unchanged()
             known.remember(self._writer, self._block_size, item, tensors, self._sha256[item.path])
         return tensors
+
+
+def _require_room(
+    store: Store, source: Path | RemoteTree, choice: Choice, staging: _Staging, threads: int | None
+) -> None:
+    unknown = {item.path: item.size for item in staging.unknown}
+
+    def measure() -> int:
+        # Looked at anew: every byte of a source is read once.
+        with source_files() as files:
+            incoming = [item for item in look_at(source, choice, files).incoming if item.path in unknown]
+            return unstored_bytes(store, (job for item in incoming for job in item.jobs()), threads)
+
+    require_room(store, source, sum(unknown.values()), measure)
 
 
 def _refuse_impossible(source: Path | RemoteTree, incoming: list[Incoming]) -> None:

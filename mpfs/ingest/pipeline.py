@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mpfs.ingest.source import ByteSource
-from mpfs.objects import BlockId, Tensor
+from mpfs.objects import BlockId, Tensor, block_id
 from mpfs.objects.dtypes import nbytes
 from mpfs.objects.progress import Progress
 from mpfs.objects.tensor import first_element
 from mpfs.stats.staging import stage_block
 from mpfs.store import StagedBlock, Writer
+
+_T = TypeVar("_T")
 
 _WINDOW_BYTES = 64 << 20
 _MAX_WINDOW_BYTES = 256 << 20
@@ -117,38 +120,50 @@ def store_tensors(
         threads: worker threads; default: the number of CPUs.
         progress: told the bytes staged so far, `done` before the first, and `total`.
     """
+    blocks: list[BlockId] = []
+    with closing(_in_order(jobs, block_size, _stage, threads)) as results:
+        for run, found in results:
+            _digest(run, found)
+            for piece, staged in zip(run.pieces, found, strict=True):
+                if staged is not None:
+                    writer.put_block(staged)
+                    blocks.append(staged.block)
+                    done += piece.size
+                    if progress is not None:
+                        progress(done, total)
+                if piece.ends:
+                    yield Tensor(piece.job.dtype, piece.job.shape, block_size, tuple(blocks))
+                    blocks.clear()
+
+
+def name_blocks(
+    block_size: int, jobs: Iterable[TensorJob], *, threads: int | None = None
+) -> Generator[tuple[BlockId, int], None, None]:
+    """The ids and sizes of the blocks that `store_tensors` would stage; nothing is stored, and no digest told."""
+    with closing(_in_order(jobs, block_size, _name, threads)) as results:
+        for _, named in results:
+            yield from named
+
+
+def _in_order(
+    jobs: Iterable[TensorJob], block_size: int, task: Callable[[_Run], _T], threads: int | None
+) -> Generator[tuple[_Run, _T], None, None]:
+    """What a task makes of each run, in order; worker threads do it, a bounded window ahead."""
     count = threads or os.cpu_count() or 1
     unit = max(block_size, _RUN_BYTES)
     window = max(2, min(max(2 * count, _WINDOW_BYTES // unit), _MAX_WINDOW_BYTES // unit))
-    queue: deque[tuple[_Run, Future[list[StagedBlock | None]]]] = deque()
-    blocks: list[bytes] = []
-
-    def finish_one() -> Iterator[Tensor]:
-        nonlocal done
-        run, future = queue.popleft()
-        found = future.result()
-        _digest(run, found)
-        for piece, staged in zip(run.pieces, found, strict=True):
-            job = piece.job
-            if staged is not None:
-                writer.put_block(staged)
-                blocks.append(staged.block)
-                done += piece.size
-                if progress is not None:
-                    progress(done, total)
-            if piece.ends:
-                yield Tensor(job.dtype, job.shape, block_size, tuple(blocks))
-                blocks.clear()
-
+    queue: deque[tuple[_Run, Future[_T]]] = deque()
     with ThreadPoolExecutor(count, thread_name_prefix="mpfs-import") as executor:
         try:
             for run in _runs(jobs, block_size):
                 _announce(run)
-                queue.append((run, executor.submit(_stage, run)))
+                queue.append((run, executor.submit(task, run)))
                 while len(queue) >= window:
-                    yield from finish_one()
+                    first, future = queue.popleft()
+                    yield first, future.result()
             while queue:
-                yield from finish_one()
+                first, future = queue.popleft()
+                yield first, future.result()
         finally:
             for _, unfinished in queue:
                 unfinished.cancel()
@@ -191,6 +206,12 @@ def _announce(run: _Run) -> None:
         companion = pieces[0].job.companion
         if companion is not None:
             companion.announce([piece.offset for piece in pieces if piece.size])
+
+
+def _name(run: _Run) -> list[tuple[BlockId, int]]:
+    return [
+        (block_id(piece.job.source.read(piece.offset, piece.size)), piece.size) for piece in run.pieces if piece.size
+    ]
 
 
 def _stage(run: _Run) -> list[StagedBlock | None]:

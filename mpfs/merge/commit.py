@@ -23,6 +23,7 @@ from mpfs.merge.output import assemble
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, recipe_from_mapping
 from mpfs.merge.reports import MergeReport
+from mpfs.merge.room import require_room
 from mpfs.objects import (
     BlobFile,
     Budget,
@@ -54,6 +55,7 @@ class MergeOptions:
     threads: int | None
     progress: Progress | None
     allow_nonfinite: bool = False
+    check_space: bool = True
 
 
 def load_model(store: Store, name: str, commit: ObjectId, config_path: str = "config.json") -> Model:
@@ -158,6 +160,8 @@ def run_plan(
     started, started_at = clock.monotonic(), int(clock.time())
     tip = store.refs.branch_tip(into)
     with store.writer() as writer:
+        if options.check_space:
+            require_room(store, writer, [plan], reuse=options.reuse)
         outcome = execute(
             plan,
             store,

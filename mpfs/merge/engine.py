@@ -293,17 +293,9 @@ class Execution:
         return job.path
 
     def _prepare(self, job: Job, executor: ThreadPoolExecutor) -> Prepared:
-        if type(job.operator).prepare is Operator.prepare or not job.tensor.experts:
-            return {}
-        description = {
-            **job.description,
-            "prepare": [[column, *self._input_blocks(job, column)] for column in job.tensor.columns.columns()],
-            "left_out": [[[run.numel, run.rms] for run in runs] for runs in job.context.left_out],
-        }
-        key = reuse_key(description)
-        known = self.store.reuse.value(key) if self.reuse else None
+        key, known = self.preparation(job)
         if known is not None:
-            return dict(decode(known, "prepared")["values"])
+            return known
         path = self._path(job)
         if path is not None:
             prepared = path.prepare(self.passes(job.columns, executor))
@@ -312,6 +304,19 @@ class Execution:
             prepared = job.operator.prepare(job.context, job.parameters, lambda: self.stream(job.columns))
         self.writer.put_reuse(key, encode({"kind": "prepared", "values": dict(prepared)}))
         return prepared
+
+    def preparation(self, job: Job) -> tuple[bytes, Prepared | None]:
+        """The key of a tensor's preparation, and what came of it if it is known from an earlier merge, or is nothing."""
+        if type(job.operator).prepare is Operator.prepare or not job.tensor.experts:
+            return b"", {}
+        description = {
+            **job.description,
+            "prepare": [[column, *self._input_blocks(job, column)] for column in job.tensor.columns.columns()],
+            "left_out": [[[run.numel, run.rms] for run in runs] for runs in job.context.left_out],
+        }
+        key = reuse_key(description)
+        known = self.store.reuse.value(key) if self.reuse else None
+        return key, None if known is None else dict(decode(known, "prepared")["values"])
 
     def passes(self, columns: DeltaIterator, executor: ThreadPoolExecutor) -> BitsColumns:
         """How kernels pass over a tensor that is prepared."""

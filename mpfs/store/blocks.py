@@ -23,6 +23,11 @@ RAW = 0
 _INFO = struct.Struct("<B3xIQQq")
 _UNKNOWN_OFFSET = -1
 
+_PAGE = 4096
+_PAGE_HEADER = 16
+_SMALL = 2000
+"""Bytes; LMDB keeps what is about this small together with others in a page."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
@@ -51,6 +56,11 @@ class BlockInfo:
             raise ValueError(f"a block_info record has {_INFO.size} bytes, not {len(record)}")
         codec, staged, raw_size, stored_size, offset = _INFO.unpack(record)
         return cls(codec, raw_size, stored_size, None if offset == _UNKNOWN_OFFSET else offset, staged)
+
+
+def footprint(size: int) -> int:
+    """Bytes that a block of `size` bytes takes in data.mdb at the least: whole pages of its own, unless it is small."""
+    return size if size < _SMALL else -(-(size + _PAGE_HEADER) // _PAGE) * _PAGE
 
 
 def stats_key(block: BlockId, dtype: str, first_element: int) -> bytes:

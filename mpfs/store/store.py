@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from mpfs.errors import LockedError, NotARepositoryError, UnsupportedFormatError, UsageError
+from mpfs.errors import LockedError, NoSpaceError, NotARepositoryError, UnsupportedFormatError, UsageError
 from mpfs.objects import ObjectId, Plan
 from mpfs.store.blocks import BlockReader
 from mpfs.store.config import (
@@ -32,7 +32,7 @@ from mpfs.store.config import (
     write_config,
 )
 from mpfs.store.environment import Environment
-from mpfs.store.filesystem import refuse_network_file_system
+from mpfs.store.filesystem import refuse_network_file_system, room_to_grow
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import ObjectReader, put_object
 from mpfs.store.refs import RefKind, RefReader, set_ref
@@ -178,6 +178,27 @@ class Store:
                 write_config(self.path, replace(config, map_size=pages))
                 self.environment.refresh()
         return self.environment.map_size
+
+    def room(self) -> int:
+        """Bytes that new blocks can take at the most: what is free on the disk, and in the store where blocks were removed."""
+        environment = self.environment
+        inside = max(0, environment.data_size() - environment.used_size())
+        return room_to_grow(environment.path / "data.mdb") + inside
+
+    def require_room(self, needed: int, what: str) -> None:
+        """Check before work starts that `needed` bytes can be stored; `what` needs them.
+
+        Raises:
+            NoSpaceError: they cannot, unless somebody makes room meanwhile.
+        """
+        room = self.room()
+        if needed > room:
+            raise NoSpaceError(
+                f"{self.path}: {what} needs {needed:,} bytes, {room:,} are free; nothing was written. Remove what is not "
+                "needed (mpfs rm, mpfs gc), or make room on the disk; --no-space-check tries it all the same",
+                needed=needed,
+                free=room,
+            )
 
     def put_plan(self, plan: Plan) -> ObjectId:
         """Keep a plan that was not run; its id."""

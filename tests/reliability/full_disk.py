@@ -22,14 +22,16 @@ STEP = 24 << 10
 
 
 def act(repository: Repository, operation: str, sources: list[Path], number: int) -> None:
-    """Something that takes room."""
+    """Something that takes room, and does not look first whether there is any."""
     if operation == "import":
-        repository.import_checkpoint(sources[number % len(sources)], "new", message=str(number), threads=1)
+        repository.import_checkpoint(
+            sources[number % len(sources)], "new", message=str(number), threads=1, check_space=False
+        )
     elif operation == "merge":
         weight = 0.25 + number / 1000
         models = [{"model": f"expert/{i}", "parameters": {"weight": weight}} for i in range(2)]
         recipe = {"merge_method": "task_arithmetic", "base_model": "base", "models": models, "dtype": "float32"}
-        repository.merge(recipe, "new", threads=1)
+        repository.merge(recipe, "new", threads=1, check_space=False)
     else:
         repository.gc(reflog_days=0, compact=True)
 

@@ -193,20 +193,31 @@ def _child(command: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def _import(repo: str, source: str, ref: str, base: str | None = None) -> Mapping[str, object]:
+def _import(
+    repo: str, source: str, ref: str, base: str | None = None, check_space: bool = True
+) -> Mapping[str, object]:
     from mpfs.repository import Repository
 
     with Repository.open(repo) as repository:
-        return repository.import_checkpoint(source, ref, base=base).as_json()
+        return repository.import_checkpoint(source, ref, base=base, check_space=check_space).as_json()
 
 
-def _merge(repo: str, recipe: dict[str, Any], into: str, percent: float | None = None) -> Mapping[str, object]:
+def _merge(
+    repo: str, recipe: dict[str, Any], into: str, percent: float | None = None, check_space: bool = True
+) -> Mapping[str, object]:
     from mpfs.objects import Budget
     from mpfs.repository import Repository
 
     with Repository.open(repo) as repository:
         budget = None if percent is None else Budget("percent", percent)
-        return repository.merge(recipe, into, budget=budget).as_json()
+        return repository.merge(recipe, into, budget=budget, check_space=check_space).as_json()
+
+
+def _sweep(repo: str, recipe: dict[str, Any], values: dict[str, list[Any]], into: str) -> Mapping[str, object]:
+    from mpfs.repository import Repository
+
+    with Repository.open(repo) as repository:
+        return repository.sweep(recipe, values, into).as_json()
 
 
 def _checks(repo: str) -> Mapping[str, object]:

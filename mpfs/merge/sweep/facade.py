@@ -46,6 +46,7 @@ class Sweeps:
         reuse: bool = True,
         verify_fidelity: bool = False,
         allow_nonfinite: bool = False,
+        check_space: bool = True,
         memory: int = 1 << 30,
         threads: int | None = None,
         message: str | None = None,
@@ -67,13 +68,13 @@ class Sweeps:
             limit: the most variants.
             dry_run: only plan. The plans are stored.
             message: of each commit, after its settings; default: what was merged.
-            policy, seed, on_mismatch, reuse, verify_fidelity, allow_nonfinite, memory, threads, progress: as for `merge`.
+            policy, seed, on_mismatch, reuse, verify_fidelity, allow_nonfinite, check_space, memory, threads, progress: as for `merge`.
 
         Raises:
             UsageError: settings or branches that cannot be.
             RecipeError, MismatchError, BudgetInfeasibleError, NotFoundError, RefConflictError: some of the variants cannot
                 be merged; all that is known before work starts is told together, and nothing is done.
-            NoSpaceError: the disk or the map is full; what was committed stays.
+            NoSpaceError: there is no room for the results; or the disk or the map got full: what was committed stays.
         """
         from mpfs.merge.commit import MergeOptions
         from mpfs.merge.recipe.documents import load_mapping
@@ -95,5 +96,5 @@ class Sweeps:
             for item in planned.variants:
                 self._store.put_plan(item.plan)
             return report_plans(planned, self._store)
-        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite)
+        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite, check_space)
         return run_sweep(planned, self._store, message=message, author=self._author, options=options)

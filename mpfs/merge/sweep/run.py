@@ -14,6 +14,7 @@ from mpfs.merge.delta import PlanInputs
 from mpfs.merge.engine import Outcome
 from mpfs.merge.operators import get_operator
 from mpfs.merge.reports import PlanReport
+from mpfs.merge.room import require_room
 from mpfs.merge.sweep.plans import Planned, PlannedSweep
 from mpfs.merge.sweep.report import SweepBytes, SweepFigures, SweepReport, SweepVariant
 from mpfs.merge.sweep.shared import SharedObjects
@@ -88,6 +89,8 @@ def run_sweep(
     report = report_plans(sweep, store)
     variants = list(report.variants)
     with store.writer() as writer:
+        if options.check_space:
+            require_room(store, writer, [item.plan for item in planned], reuse=options.reuse)
         together = execute_together(
             [item.plan for item in planned],
             store,
