@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RecipeError, UsageError
 from mpfs.merge.compile import column_blocks
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator, Parameters, get_operator
-from mpfs.objects import BlockId, Commit, ObjectId, Plan, PlanTensor, Selection
+from mpfs.objects import BlockId, Commit, Cut, ObjectId, Plan, PlanTensor, Selection
 from mpfs.objects.dtypes import MERGEABLE, itemsize
 from mpfs.store import Store
+from mpfs.store.histogram import BINS
 
 
 def check_models(store: Store, plan: Plan) -> None:
@@ -128,12 +131,31 @@ def _check_tensor(
             f"plan: tensor {tensor.name}: {'; '.join(problems)}",
             problems=[{"path": tensor.name, "message": problem} for problem in problems],
         )
+    if tensor.cuts and not _are_cuts(tensor, operator):
+        raise fail("its cuts are not those of the method, or not within the tensor")
     return {
         block: size
         for expert, selection in zip(experts, tensor.selections, strict=True)
         for column in selection.columns()
         for block, size in column_blocks(expert.tensor, column, tensor.column_elements, base)
     }
+
+
+def _are_cuts(tensor: PlanTensor, operator: Operator) -> bool:
+    nothing = [np.zeros(BINS, np.int64)] * len(tensor.experts)
+    own = operator.cuts(tensor.dtype, tensor.numel, Parameters(tensor.shared, tensor.parameters), nothing)
+    if len(own) != len(tensor.cuts):
+        return False
+    return all(
+        len(cuts) in (0, len(wanted)) and all(_is_cut(cut, tensor.numel) for cut in cuts)
+        for cuts, wanted in zip(tensor.cuts, own, strict=True)
+    )
+
+
+def _is_cut(cut: Cut, numel: int) -> bool:
+    numbers = (cut.digit, cut.wanted, cut.total)
+    within = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers)
+    return within and cut.digit < BINS and cut.wanted <= cut.total <= numel
 
 
 def _is_sound(selection: Selection, count: int) -> bool:

@@ -40,7 +40,7 @@ from mpfs.objects import (
 )
 from mpfs.objects.progress import Progress
 from mpfs.store import RefMove, Store, WriteFigures, Writer
-from mpfs.store.pairs import PairTable
+from mpfs.store.pairs import PairTable, put_pairs
 
 _LARGEST_CONFIG = 1 << 24
 
@@ -241,6 +241,7 @@ def publish_outcome(
     current = None if tip is None else store.objects.get(Commit, tip)
     same = current is not None and current.snapshot == snapshot and current.plan == identity
     if same and tip is not None:
+        put_pairs(store, outcome.pairs)
         result = tip
     else:
         commit = Commit(
@@ -259,6 +260,7 @@ def publish_outcome(
             plan=plan,
             run=lambda made: Run(made, identity, started_at, figures),
             move=RefMove(into, tip, "branch", f"merge: {plan.method}"),
+            pairs=outcome.pairs,
         )
     return MergeReport(
         result, into, snapshot, identity, plan.fidelity_predicted, figures, (*plan.notes, *odd), new_commit=not same

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from mpfs.errors import BudgetInfeasibleError, UsageError
 from mpfs.merge.inputs import Fit, TensorInputs, keeps_value
+from mpfs.merge.magnitudes import Histograms
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator
 from mpfs.merge.planner import Choice, Policy, choose, predicted_fidelity, rank
 from mpfs.merge.recipe import Recipe
 from mpfs.merge.weighing import Weighed, Weigher, blocks_in
-from mpfs.objects import BlockId, Budget, Cost, Plan, PlanTensor, Selection, Tensor
+from mpfs.objects import BlockId, Budget, Cost, Cut, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.stats.stored import blocks_per_column
 from mpfs.store import BlockReader
@@ -77,7 +78,10 @@ def compile_plan(
         fidelity = budget.value if budget.kind == "fidelity" else None
         choices = choose_within(weighed, operator.name, limit, fidelity, policy, seed)
     planned = distinct_bytes(weighed, choices)
-    return write_plan(recipe, models, fitted, operator, choices, full, planned, block_size, budget, policy, seed)
+    histograms = weigher.histograms
+    return write_plan(
+        recipe, models, fitted, operator, choices, full, planned, block_size, budget, policy, seed, histograms
+    )
 
 
 def write_plan(
@@ -92,9 +96,12 @@ def write_plan(
     budget: Budget,
     policy: Policy,
     seed: int,
+    histograms: Histograms | None,
 ) -> Plan:
-    """The plan of a choice. `full` and `planned` are the distinct expert bytes of everything and of what is chosen."""
-    tensors = tuple(_plan_tensor(inputs, choices.get(inputs.name), operator) for inputs in fitted.tensors)
+    """The plan of a choice. `full` and `planned` are the distinct expert bytes of everything and of what is chosen.
+    `histograms` tell thresholds where something is left out."""
+    histograms = histograms if planned < full else None
+    tensors = tuple(_plan_tensor(inputs, choices.get(inputs.name), operator, histograms) for inputs in fitted.tensors)
     return Plan(
         method=operator.name,
         compat=COMPAT,
@@ -213,7 +220,9 @@ def column_blocks(
     return [(block, size) for block, size, other in zip(run, sizes, theirs, strict=True) if block != other]
 
 
-def _plan_tensor(inputs: TensorInputs, choice: Choice | None, operator: Operator) -> PlanTensor:
+def _plan_tensor(
+    inputs: TensorInputs, choice: Choice | None, operator: Operator, histograms: Histograms | None
+) -> PlanTensor:
     elements = inputs.column_elements if inputs.merged else max(1, inputs.base.tensor.numel if inputs.base else 1)
     if choice is None:
         return PlanTensor(
@@ -262,7 +271,23 @@ def _plan_tensor(inputs: TensorInputs, choice: Choice | None, operator: Operator
         energy_left_out=choice.energy_left_out,
         cosine=choice.cosine,
         note=inputs.note,
+        cuts=() if histograms is None else _cuts(inputs, choice, operator, histograms),
     )
+
+
+def _cuts(
+    inputs: TensorInputs, choice: Choice, operator: Operator, histograms: Histograms
+) -> tuple[tuple[Cut, ...], ...]:
+    """The thresholds of the experts of which something is not read."""
+    elements = inputs.column_elements
+
+    def is_partly_read(index: int, expert: Tensor) -> bool:
+        unread = np.flatnonzero(~choice.read[:, index]).tolist()
+        return any(column_blocks(expert, column, elements, inputs.base) for column in unread)
+
+    experts = [item for _, item in inputs.experts]
+    wanted = [is_partly_read(index, item.tensor) for index, item in enumerate(experts)]
+    return histograms.cuts(operator, inputs.parameters, inputs.work_dtype, inputs.base, experts, wanted)
 
 
 def _kept_exactly(inputs: TensorInputs, operator: Operator) -> bool:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 
 from mpfs.errors import MPFSError
@@ -23,9 +23,10 @@ from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_bloc
 from mpfs.merge.kernels.backend import kernels
 from mpfs.merge.kernels.columns import BitsColumns
 from mpfs.merge.kernels.stored import StoredColumns
+from mpfs.merge.magnitudes import Counted, Histograms
 from mpfs.merge.numeric import to_bytes
 from mpfs.merge.operators import Column, LeftOut, Operator, Parameters, Prepared, TensorContext, get_operator
-from mpfs.merge.operators.base import FastPath
+from mpfs.merge.operators.base import FastPath, Histogram
 from mpfs.merge.threads import OneThreadEach
 from mpfs.objects import BlockId, Plan, PlanTensor, Tensor
 from mpfs.objects.dtypes import itemsize
@@ -35,6 +36,7 @@ from mpfs.stats import delta_gram
 from mpfs.stats.staging import stage_block
 from mpfs.stats.stored import column_records
 from mpfs.store import BlockReader, ObjectReader, StagedBlock, Store, WriteFigures, Writer, reuse_key
+from mpfs.store.pairs import Pair, PairRecord, PairTable
 
 DEFAULT_MEMORY = 1 << 30
 FIXED_MEMORY = 512 << 20
@@ -49,7 +51,8 @@ _COPIES = 4
 
 @dataclass(slots=True)
 class Outcome:
-    """What running a plan produced: the output tensors by name, and what was read, reused, computed and written."""
+    """What running a plan produced: the output tensors by name, and what was read, reused, computed and written. `pairs`
+    are statistics that were counted on the way."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     expert_bytes_read: int = 0
@@ -57,6 +60,7 @@ class Outcome:
     blocks_kept: int = 0
     blocks_computed: int = 0
     blocks_reused: int = 0
+    pairs: dict[Pair, PairRecord] = field(default_factory=dict)
     written: WriteFigures = field(default_factory=WriteFigures)
 
 
@@ -163,7 +167,12 @@ class Execution:
         self.fast = fast
         self.stopping = threading.Event()
         self.operator = get_operator(plan.method)
-        self.outcome = Outcome()
+        table = PairTable(store.environment)
+        self.histograms = Histograms(store.blocks, table)
+        # Of a merge under a budget they would make the next one, of the same recipe, an other one.
+        everything = plan.cost.expert_bytes_planned == plan.cost.expert_bytes_full
+        self.counted = Counted(store.blocks, table) if everything else None
+        self.outcome = Outcome(pairs={} if self.counted is None else self.counted.records)
         self.torch = OneThreadEach()
 
     def run(self, progress: Progress | None) -> Outcome:
@@ -270,6 +279,7 @@ class Execution:
             expert_keys=expert_keys(self.plan, tensor),
             left_out=left_out(self.store, tensor, inputs),
             shape=tensor.shape,
+            cuts=tensor.cuts,
         )
         parameters = Parameters(tensor.shared, tensor.parameters)
         columns = DeltaIterator(self.plan, tensor, inputs, self.reader, self.ledger, work)
@@ -296,6 +306,7 @@ class Execution:
         key, known = self.preparation(job)
         if known is not None:
             return known
+        job.context = self._with_histograms(job)
         path = self._path(job)
         if path is not None:
             prepared = path.prepare(self.passes(job.columns, executor))
@@ -314,9 +325,25 @@ class Execution:
             "prepare": [[column, *self._input_blocks(job, column)] for column in job.tensor.columns.columns()],
             "left_out": [[[run.numel, run.rms] for run in runs] for runs in job.context.left_out],
         }
+        if job.tensor.cuts:
+            description["cuts"] = [[[cut.digit, cut.wanted, cut.total] for cut in cuts] for cuts in job.tensor.cuts]
         key = reuse_key(description)
         known = self.store.reuse.value(key) if self.reuse else None
         return key, None if known is None else dict(decode(known, "prepared")["values"])
+
+    def _with_histograms(self, job: Job) -> TensorContext:
+        """What the store knows of deltas that are read whole: it saves counting them, and changes no result."""
+        context, inputs = job.context, self.inputs[job.tensor.name]
+        planned = job.tensor.cuts or ((),) * len(inputs.experts)
+        wanted = [not (cuts or runs) for cuts, runs in zip(planned, context.left_out, strict=True)]
+        known = self.histograms.cuts(job.operator, job.parameters, context.work, inputs.base, inputs.experts, wanted)
+        cuts = [ours or theirs for ours, theirs in zip(planned, known, strict=True)] if known else job.tensor.cuts
+
+        def count(expert: int, histogram: Histogram) -> None:
+            if self.counted is not None:
+                self.counted.take(context.work, inputs.base, inputs.experts[expert], histogram)
+
+        return replace(context, cuts=cuts, counted=count)
 
     def passes(self, columns: DeltaIterator, executor: ThreadPoolExecutor) -> BitsColumns:
         """How kernels pass over a tensor that is prepared."""

@@ -5,13 +5,15 @@ This reads every expert in full: it is for checking predictions, not for everyda
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mpfs.merge.deferred import torch
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks
 from mpfs.merge.engine import expert_keys, left_out
 from mpfs.merge.operators import Operator, Parameters, TensorContext, get_operator
-from mpfs.objects import Plan, PlanTensor, Selection
+from mpfs.merge.operators.base import Histogram
+from mpfs.objects import Cut, Plan, PlanTensor, Selection
 from mpfs.objects.progress import Progress
 from mpfs.store import Store
 
@@ -56,8 +58,11 @@ def _as_run(planned: PlanTensor, full: PlanTensor) -> PlanTensor:
 def _compare(
     plan: Plan, full: Plan, ours: PlanTensor, theirs: PlanTensor, operator: Operator, store: Store
 ) -> tuple[float, float]:
-    a = _Side(plan, ours, operator, store)
     b = _Side(full, theirs, operator, store)
+    # Thresholds of whole deltas that the plan knew, as they are in float64.
+    known = [b.counted.get(i) if cuts else None for i, cuts in enumerate(ours.cuts)]
+    cuts = operator.cuts("F64", ours.numel, Parameters(ours.shared, ours.parameters), known) if any(ours.cuts) else ()
+    a = _Side(plan, ours, operator, store, cuts)
     error = change = 0.0
     for column in range(theirs.column_count):
         base, reference = b.merge(column)
@@ -76,7 +81,10 @@ def _squared_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 class _Side:
     """One of the two merges of a tensor, in float64."""
 
-    def __init__(self, plan: Plan, tensor: PlanTensor, operator: Operator, store: Store) -> None:
+    def __init__(
+        self, plan: Plan, tensor: PlanTensor, operator: Operator, store: Store, cuts: Sequence[Sequence[Cut]] = ()
+    ) -> None:
+        self.counted: dict[int, Histogram] = {}
         inputs = PlanInputs.load(store.objects, tensor)
         ledger = ReadLedger(planned_blocks(tensor, inputs))
         self._operator = operator
@@ -90,8 +98,15 @@ class _Side:
             expert_keys=expert_keys(plan, tensor),
             left_out=left_out(store, tensor, inputs),
             shape=tensor.shape,
+            cuts=cuts,
+            counted=self._count,
         )
         self._prepared = operator.prepare(self._context, self._parameters, lambda: iter(self._columns))
+
+    def _count(self, expert: int, histogram: Histogram) -> None:
+        counts = histogram.copy()
+        counts[0] += self._context.numel - int(counts.sum())
+        self.counted[expert] = counts
 
     def merge(self, column: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The base and the result."""

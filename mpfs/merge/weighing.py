@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.merge.inputs import TensorInputs
+from mpfs.merge.magnitudes import Histograms
 from mpfs.merge.models import ModelTensor
 from mpfs.merge.operators import Operator
 from mpfs.merge.planner import Candidates
@@ -20,8 +21,8 @@ from mpfs.merge.weights import DeltaWeights, delta_weights
 from mpfs.objects import BlockId, ObjectId, Tensor
 from mpfs.stats import Records, delta_gram
 from mpfs.stats.exact import in_columns, unpack_distances, with_exact
-from mpfs.stats.shrink import shrink_gram
 from mpfs.stats.norms import with_norms
+from mpfs.stats.shrink import shrink_gram
 from mpfs.stats.stored import blocks_per_column, column_records
 from mpfs.store import BlockReader
 from mpfs.store.pairs import PairTable
@@ -61,6 +62,11 @@ class Weigher:
         self._reader = reader
         self._pairs = pairs
         self._kept: dict[tuple[object, ...], _Deltas] | None = {} if keep else None
+
+    @property
+    def histograms(self) -> Histograms | None:
+        """Where the thresholds of whole deltas are to be found."""
+        return None if self._pairs is None else Histograms(self._reader, self._pairs)
 
     def weigh(self, inputs: TensorInputs, operator: Operator) -> Weighed:
         """A merged tensor as the planner sees it."""

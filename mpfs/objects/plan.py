@@ -81,6 +81,19 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Where the largest magnitudes of a whole delta end, told by a histogram of all of it, read or not.
+
+    `digit` is the leading 15 bits of the pattern of the last one's magnitude. `total` elements have these bits, and the
+    `wanted` largest of them still belong to the largest.
+    """
+
+    digit: int
+    wanted: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanTensor:
     """One output tensor.
 
@@ -91,6 +104,8 @@ class PlanTensor:
     `energy` is the estimated squared norm of the full weighted delta, `energy_left_out` that of what is not read
     (units: weights squared). `cosine` is the mean cosine between the experts' weighted deltas, taken in pairs: about 0
     where they have nothing to do with each other, negative where they conflict; None with fewer than two deltas.
+    `cuts[i]` are the thresholds of experts[i] in its whole delta, as many as the method has, where a histogram of it was
+    there when the plan was made and something of it is not read; empty where not, and `cuts` if no expert has any.
     `note` says why, where the reason is not the budget.
     """
 
@@ -109,6 +124,7 @@ class PlanTensor:
     energy_left_out: float = 0.0
     cosine: float | None = None
     note: str | None = None
+    cuts: tuple[tuple[Cut, ...], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -135,9 +151,10 @@ class PlanTensor:
                     "tensor": tensor,
                     "columns": [list(item) for item in selection.ranges],
                     "parameters": dict(parameters),
+                    **({"cuts": [[cut.digit, cut.wanted, cut.total] for cut in cuts]} if cuts else {}),
                 }
-                for (model, tensor), selection, parameters in zip(
-                    self.experts, self.selections, self.parameters, strict=True
+                for (model, tensor), selection, parameters, cuts in zip(
+                    self.experts, self.selections, self.parameters, self.cuts or [()] * len(self.experts), strict=True
                 )
             ],
             "columns": [list(item) for item in self.columns.ranges],
@@ -168,7 +185,13 @@ class PlanTensor:
             energy_left_out=value["energy_left_out"],
             cosine=value["cosine"],
             note=value["note"],
+            cuts=_cuts([item.get("cuts", []) for item in experts]),
         )
+
+
+def _cuts(experts: Sequence[Sequence[Sequence[int]]]) -> tuple[tuple[Cut, ...], ...]:
+    found = tuple(tuple(Cut(digit, wanted, total) for digit, wanted, total in cuts) for cuts in experts)
+    return found if any(found) else ()
 
 
 def _selection(ranges: Sequence[Sequence[int]]) -> Selection:

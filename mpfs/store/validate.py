@@ -113,6 +113,10 @@ def _plan_tensor(item: PlanTensor, models: int) -> None:
         _ids(tensor)
     for selection in (item.columns, *item.selections):
         _selection(selection, item.column_count)
+    for cut in (cut for cuts in item.cuts for cut in cuts):
+        _integer(cut.digit, "digit", (1 << 15) - 1)
+        _integer(cut.total, "total", item.numel)
+        _integer(cut.wanted, "wanted", cut.total)
     for mapping in (item.shared, *item.parameters):
         if not isinstance(mapping, dict):
             raise ValueError("parameters are no mapping")

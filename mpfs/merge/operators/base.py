@@ -13,12 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mpfs.merge.deferred import torch
 from mpfs.merge.kernels.backend import Kernels
 from mpfs.merge.kernels.columns import Bits, BitsColumn, BitsColumns
 from mpfs.merge.numeric import torch_dtype
+from mpfs.objects import Cut
 
 Scalar: TypeAlias = float | int | bool
+Histogram: TypeAlias = NDArray[np.int64]
+"""How often magnitudes occur among a delta's elements, by the 15 leading bits of their patterns; shape (32768,)."""
+
 Prepared: TypeAlias = Mapping[str, object]
 """The result of `prepare`: JSON values only, so that it can be cached and compared."""
 
@@ -64,6 +71,8 @@ class TensorContext:
     the same as torch names it. `expert_keys` identify the experts by content (for random generators: independent of
     listing order). `left_out[i]` describes what a budgeted plan leaves unread of expert i (empty at full budget).
     `shape` is the tensor's; where it is not given, `()`, methods that work by rows take the tensor for a vector.
+    `cuts[i]` is what `Operator.cuts` told of expert i, where a histogram of its whole delta was at hand. `counted` is
+    told the histogram of an expert's whole delta, by the expert's number, where a method counts it.
     """
 
     name: str
@@ -73,6 +82,8 @@ class TensorContext:
     expert_keys: Sequence[str]
     left_out: Sequence[Sequence[LeftOut]] = field(default=())
     shape: tuple[int, ...] = ()
+    cuts: Sequence[Sequence[Cut]] = field(default=())
+    counted: Callable[[int, Histogram], None] | None = field(default=None, compare=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,6 +158,13 @@ class Operator(ABC):
         Called before work starts, so that all mistakes of a recipe can be told together.
         """
         return []
+
+    def cuts(
+        self, work: str, numel: int, parameters: Parameters, histograms: Sequence[Histogram | None]
+    ) -> Sequence[Sequence[Cut]]:
+        """Where a method that keeps magnitudes by their rank in the whole tensor makes its cuts, an entry for each expert:
+        empty where there is no histogram of its delta. Without entries, a method has no use for histograms."""
+        return ()
 
     def prepare(
         self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]

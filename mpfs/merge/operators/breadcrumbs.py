@@ -9,12 +9,22 @@ from mpfs.merge.deferred import torch
 from mpfs.merge.kernels.backend import Kernels
 from mpfs.merge.kernels.columns import Rule
 from mpfs.merge.operators.arithmetic import difference
-from mpfs.merge.operators.base import Column, FastPath, Parameter, Parameters, Prepared, TensorContext
-from mpfs.merge.operators.magnitude import LAYOUTS, Patterns, Threshold, find_thresholds, kept, patterns
+from mpfs.merge.operators.base import Column, FastPath, Histogram, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.operators.magnitude import (
+    LAYOUTS,
+    Patterns,
+    Threshold,
+    cut_of,
+    find_thresholds,
+    kept,
+    mirrored,
+    patterns,
+)
 from mpfs.merge.operators.reductions import all_pieces, base_of
 from mpfs.merge.operators.rows import without_gaps
 from mpfs.merge.operators.task_vector import TaskVectorOperator
 from mpfs.merge.operators.values import value_of
+from mpfs.objects import Cut
 
 _PARAMETERS: tuple[Parameter, ...] = (
     Parameter("weight", required=True, per_model=True),
@@ -68,6 +78,21 @@ class Breadcrumbs(TaskVectorOperator):
             if not 0 <= gamma <= 1
         ]
 
+    def cuts(
+        self, work: str, numel: int, parameters: Parameters, histograms: Sequence[Histogram | None]
+    ) -> Sequence[Sequence[Cut]]:
+        """Two for each expert: what lies below the range that is kept, and what lies below its end, smallest first."""
+        return [
+            () if histogram is None else tuple(cut_of(mirrored(histogram, work), end) for end in ends)
+            for ends, histogram in zip(self._ranges(parameters, numel), histograms, strict=True)
+        ]
+
+    def _ranges(self, parameters: Parameters, numel: int) -> list[tuple[int, int]]:
+        return [
+            kept_range(density, gamma, numel)
+            for density, gamma in zip(self._densities(parameters), self._gammas(parameters), strict=True)
+        ]
+
     def prepare(
         self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
     ) -> Prepared:
@@ -76,37 +101,38 @@ class Breadcrumbs(TaskVectorOperator):
         Raises:
             ValueError: a column has no base.
         """
-        ranges = [
-            kept_range(density, gamma, context.numel)
-            for density, gamma in zip(self._densities(parameters), self._gammas(parameters), strict=True)
-        ]
+        ranges = self._ranges(parameters, context.numel)
         count = len(ranges)
-        nan = LAYOUTS[context.work].nan
+        nan, last = LAYOUTS[context.work].nan, LAYOUTS[context.work].last
+        cuts = context.cuts or [()] * count
         runs = [[run for run in expert if run.numel] for expert in context.left_out] or [[] for _ in ranges]
         # "Among the first p" is "among the p largest" of mirrored patterns, so that ties too are told by index. What a
-        # budget leaves out can only be reckoned with in the patterns themselves: there it is "not among the n - p
-        # largest".
-        mirrored = [not expert for expert in runs]
+        # budget leaves out can only be reckoned with in the patterns themselves, unless a histogram counts it: there it is
+        # "not among the n - p largest".
+        turned = [bool(known) or not expert for known, expert in zip(cuts, runs, strict=True)]
 
         def source(wanted: Set[int]) -> Iterator[tuple[int, Sequence[Patterns | None]]]:
             for piece in all_pieces(lambda: without_gaps(context, columns(), count)):
                 base = base_of(context, piece)
                 found: list[Patterns | None] = []
                 for i, expert in enumerate(piece.experts):
-                    if not {i, i + count} & wanted or (expert is None and not mirrored[i]):
+                    if not {i, i + count} & wanted or (expert is None and runs[i]):
                         found.append(None)
                         continue
                     pattern = patterns(difference(base if expert is None else expert, base))
-                    found.append((nan - pattern if mirrored[i] else pattern).cpu().numpy())
+                    found.append((last - pattern if turned[i] else pattern).cpu().numpy())
                 yield piece.start, found + found
 
+        counted = context.counted
         ends = [bottom for bottom, _ in ranges] + [top for _, top in ranges]
         found = find_thresholds(
             context.work,
             context.numel,
-            [p if mirrored[i % count] else context.numel - p for i, p in enumerate(ends)],
+            [p if turned[i % count] else context.numel - p for i, p in enumerate(ends)],
             runs + runs,
             source,
+            cuts=[known[end] if known else None for end in range(2) for known in cuts],
+            counted=None if counted is None else lambda i, found: counted(i % count, mirrored(found, context.work)),
         )
 
         def first(i: int) -> list[int]:
@@ -115,9 +141,8 @@ class Breadcrumbs(TaskVectorOperator):
                 return [0, 0]
             if p >= context.numel:
                 return [nan, context.numel]
-            if mirrored[i % count]:
-                # Zero patterns of the mirror are NaN.
-                return [nan - end.pattern, end.cutoff]
+            if turned[i % count]:
+                return [last - end.pattern, end.cutoff]
             return [end.pattern, 0]
 
         return {"above": [first(i) for i in range(count)], "within": [first(i + count) for i in range(count)]}

@@ -179,6 +179,7 @@ class KernelCounts:
         self._columns = columns
         self._remembered = remembered
         self._experts: list[int] = []
+        self._equal: dict[int, list[tuple[int, int]]] = {}
         self._groups: list[tuple[list[int], NDArray[np.int64]]] = []
 
     def histograms(self, shift: int, bits: int, prefixes: Mapping[int, int]) -> dict[int, NDArray[np.int64]]:
@@ -202,11 +203,23 @@ class KernelCounts:
             total += counts
         return dict(zip(chosen, total, strict=True))
 
+    def equal(self, wanted: Mapping[int, int]) -> dict[int, int]:
+        """See `Counts`."""
+        for i, pattern in wanted.items():
+            self._equal[i] = [(number, count) for number, (count, _) in self._found(i, pattern)]
+        return {i: sum(count for _, count in self._equal[i]) for i in wanted}
+
     def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
         """See `Counts`."""
         return {i: self._cutoff(i, pattern, number) for i, (pattern, number) in wanted.items()}
 
     def _cutoff(self, expert: int, pattern: int, wanted: int) -> int:
+        for number, here in self._equal.get(expert, ()):
+            if here >= wanted:
+                return self._cutoff_in([number], expert, pattern, wanted)
+            wanted -= here
+        if expert not in self._experts:
+            return self._cutoff_in(None, expert, pattern, wanted)
         place = self._experts.index(expert)
         for numbers, counts in self._groups:
             here = int(counts[place, pattern % counts.shape[1]])
@@ -215,12 +228,11 @@ class KernelCounts:
             wanted -= here
         raise ValueError("there are fewer elements than are wanted")
 
-    def _cutoff_in(self, numbers: Sequence[int], expert: int, pattern: int, wanted: int) -> int:
-        last = numbers[0]
-        if len(numbers) > 1:
-            for number, (count, _) in self._columns.map(
-                lambda column: self._kernels.find_equal(self._dtype, column, expert, pattern), frozenset(numbers)
-            ):
+    def _cutoff_in(self, numbers: Sequence[int] | None, expert: int, pattern: int, wanted: int) -> int:
+        """Within some columns, or wherever it is (None)."""
+        last = numbers[0] if numbers else -1
+        if numbers is None or len(numbers) > 1:
+            for number, (count, _) in self._found(expert, pattern, numbers):
                 last = number
                 if count >= wanted:
                     break
@@ -230,6 +242,15 @@ class KernelCounts:
             {last},
         )
         return start + place
+
+    def _found(
+        self, expert: int, pattern: int, only: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
+        """How often an expert's deltas have a pattern, column by column."""
+        return self._columns.map(
+            lambda column: self._kernels.find_equal(self._dtype, column, expert, pattern),
+            None if only is None else frozenset(only),
+        )
 
 
 def _together(groups: Sequence[tuple[list[int], NDArray[np.int64]]]) -> tuple[list[int], NDArray[np.int64]]:

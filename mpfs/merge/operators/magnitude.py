@@ -7,9 +7,14 @@ stable descending sort keeps; where only some of those at the threshold are, one
 
 Infinities order above all numbers, and NaN above those, as torch sorts them.
 
-Under a budget some elements are unknown. They are taken to be normally distributed around zero with the RMS that the
-plan states, and the magnitude is sought that the read elements (exactly) and the unread ones (in expectation) exceed
-k times together.
+Where a histogram of the whole delta is at hand, by the 15 leading bits of the patterns, it takes the place of the first
+pass (`Cut`): of 16-bit types nothing is left to count, of wider ones the bits below are resolved among the elements that
+have the leading ones. Under a budget these are the ones that are read: the unread ones in that bin, which is 1/128 wide in
+float32, are taken to lie as they do. Of equal magnitudes at the threshold their share is kept.
+
+Without one, under a budget, some elements are unknown. They are taken to be normally distributed around zero with the RMS
+that the plan states, and the magnitude is sought that the read elements (exactly) and the unread ones (in expectation)
+exceed k times together.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -25,7 +31,8 @@ from numpy.typing import NDArray
 
 from mpfs.merge.deferred import torch
 from mpfs.merge.numeric import dtype_name
-from mpfs.merge.operators.base import LeftOut
+from mpfs.merge.operators.base import Histogram, LeftOut
+from mpfs.objects import Cut
 
 Patterns: TypeAlias = NDArray[np.signedinteger[Any]]
 """Magnitude patterns: non-negative int16, int32 or int64."""
@@ -42,6 +49,9 @@ class Counts(Protocol):
         """For each expert in `prefixes` the number of patterns that have each value of the `bits` bits above `shift`,
         of those whose bits above these equal its prefix; shape (2^bits,)."""
 
+    def equal(self, wanted: Mapping[int, int]) -> dict[int, int]:
+        """For each expert, given a pattern, how many elements have it."""
+
     def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
         """For each expert, given a pattern and how many elements that have it to keep: the index after the last."""
 
@@ -57,6 +67,12 @@ class FloatLayout:
     def nan(self) -> int:
         """The one pattern that stands for every NaN; the largest there is."""
         return self.infinity + 1
+
+    @property
+    def last(self) -> int:
+        """The last pattern in the bin of NaN, by the 15 leading bits."""
+        low = self.bits - 15
+        return (self.nan >> low << low) + (1 << low) - 1
 
     @property
     def levels(self) -> tuple[tuple[int, int], ...]:
@@ -133,6 +149,24 @@ def count(values: Patterns, shift: int, bits: int, prefix: int) -> NDArray[np.in
     return np.bincount(digits, minlength=2**bits).astype(np.int64, copy=False)
 
 
+def cut_of(histogram: Histogram, keep: int) -> Cut:
+    """Where the `keep` largest of all counted magnitudes end; a cut of nothing if there are not so many, or none are kept."""
+    at_least = np.cumsum(histogram[::-1])[::-1]
+    digit = int(np.count_nonzero(at_least >= keep)) - 1
+    if keep <= 0 or digit < 0:
+        return Cut(0, 0, 0)
+    above = int(at_least[digit]) - int(histogram[digit])
+    return Cut(digit, keep - above, int(histogram[digit]))
+
+
+def mirrored(histogram: Histogram, work: str) -> Histogram:
+    """The histogram of `LAYOUTS[work].last` minus the patterns, which order the other way round."""
+    top = LAYOUTS[work].last >> (LAYOUTS[work].bits - 15)
+    result = np.zeros_like(histogram)
+    result[: top + 1] = histogram[: top + 1][::-1]
+    return result
+
+
 def expected_at_least(pattern: int, dtype: str, left_out: Sequence[LeftOut]) -> float:
     """How many of the unread elements may be expected to have this pattern or a larger one.
 
@@ -155,11 +189,22 @@ class _Search:
     """
 
     dtype: str
-    keep: int
+    keep: int | Fraction
     left_out: Sequence[LeftOut]
+    cut: Cut | None = None
     prefix: int = 0
     above: int = 0
     at: int = 0
+
+    def __post_init__(self) -> None:
+        if self.cut is not None:
+            self.prefix, self.at, self.keep = self.cut.digit, self.cut.total, self.cut.wanted
+
+    def among(self, read: int) -> None:
+        """Of the elements in the cut's bin only so many are read: their share of what is wanted is sought."""
+        if self.cut is not None:
+            self.keep = Fraction(self.cut.wanted * read, max(self.cut.total, 1))
+            self.at = read
 
     def descend(self, histogram: NDArray[np.int64], shift: int, bits: int) -> None:
         """Resolve the next `bits` bits of the threshold from the counts of one pass."""
@@ -182,14 +227,17 @@ class _Search:
         """How many of the read elements at the threshold are kept; unread ones there take their share."""
         beyond = self._expected(self.prefix + 1)
         level = self._expected(self.prefix) - beyond
-        wanted = self.keep - self.above - beyond
+        if isinstance(self.keep, Fraction):
+            wanted: float = round(self.keep - self.above)
+        else:
+            wanted = self.keep - self.above - beyond
         if level > 0:
             wanted = round(wanted * self.at / (self.at + level))
         return int(min(max(wanted, 0), self.at))
 
     def _expected(self, pattern: int) -> float | int:
         # Exact integers when everything is read.
-        if not self.left_out:
+        if not self.left_out or self.cut is not None:
             return 0
         return expected_at_least(min(pattern, LAYOUTS[self.dtype].nan), self.dtype, self.left_out)
 
@@ -200,9 +248,12 @@ def find_thresholds(
     keep: Sequence[int],
     left_out: Sequence[Sequence[LeftOut]],
     source: PatternSource,
+    *,
+    cuts: Sequence[Cut | None] = (),
+    counted: Callable[[int, Histogram], None] | None = None,
 ) -> list[Threshold]:
     """`search_thresholds` by streaming patterns: `source` is called once a pass."""
-    return search_thresholds(dtype, numel, keep, left_out, Streamed(source))
+    return search_thresholds(dtype, numel, keep, left_out, Streamed(source), cuts=cuts, counted=counted)
 
 
 def search_thresholds(
@@ -211,6 +262,9 @@ def search_thresholds(
     keep: Sequence[int],
     left_out: Sequence[Sequence[LeftOut]],
     counts: Counts,
+    *,
+    cuts: Sequence[Cut | None] = (),
+    counted: Callable[[int, Histogram], None] | None = None,
 ) -> list[Threshold]:
     """For each expert the threshold that keeps its `keep[i]` largest magnitudes.
 
@@ -220,6 +274,8 @@ def search_thresholds(
         keep: for each expert how many of those to keep; if that is more than what was read, everything read is kept.
         left_out: for each expert the runs that are not read; where there are none the result is exact.
         counts: counts the patterns; called once a pass, and not at all when every expert keeps all or nothing.
+        cuts: for each expert where `keep[i]` ends in its whole delta, if that is known.
+        counted: told the histogram of an expert's whole delta, if one is made.
     """
     found: dict[int, Threshold] = {}
     searches: dict[int, _Search] = {}
@@ -229,12 +285,20 @@ def search_thresholds(
         elif k <= 0:
             found[i] = keep_nothing(dtype)
         else:
-            searches[i] = _Search(dtype, k, [run for run in runs if run.numel])
-    if searches:
-        for shift, bits in LAYOUTS[dtype].levels:
-            histograms = counts.histograms(shift, bits, {i: search.prefix for i, search in searches.items()})
-            for i, search in searches.items():
-                search.descend(histograms[i], shift, bits)
+            searches[i] = _Search(dtype, k, [run for run in runs if run.numel], cuts[i] if cuts else None)
+    for level, (shift, bits) in enumerate(LAYOUTS[dtype].levels):
+        chosen = {i: search.prefix for i, search in searches.items() if level or search.cut is None}
+        histograms = counts.histograms(shift, bits, chosen) if chosen else {}
+        for i, histogram in histograms.items():
+            if level == 1:
+                searches[i].among(int(histogram.sum()))
+            elif level == 0 and counted is not None and not searches[i].left_out:
+                counted(i, histogram)
+            searches[i].descend(histogram, shift, bits)
+    if len(LAYOUTS[dtype].levels) == 1:
+        partly = {i: search.prefix for i, search in searches.items() if search.cut and search.left_out}
+        for i, read in (counts.equal(partly) if partly else {}).items():
+            searches[i].among(read)
     ties: dict[int, int] = {}
     for i, search in searches.items():
         if search.prefix == 0:
@@ -264,6 +328,15 @@ class Streamed:
                 column = values[i]
                 if column is not None:
                     found[i] += count(column, shift, bits, prefix)
+        return found
+
+    def equal(self, wanted: Mapping[int, int]) -> dict[int, int]:
+        found = dict.fromkeys(wanted, 0)
+        for _, values in self._source(wanted.keys()):
+            for i, pattern in wanted.items():
+                column = values[i]
+                if column is not None:
+                    found[i] += int(np.count_nonzero(column == pattern))
         return found
 
     def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:

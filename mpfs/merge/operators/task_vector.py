@@ -26,6 +26,7 @@ from mpfs.merge.operators.arithmetic import accumulator, difference, moved, quot
 from mpfs.merge.operators.base import (
     Column,
     FastPath,
+    Histogram,
     LeftOut,
     Operator,
     Parameter,
@@ -40,6 +41,7 @@ from mpfs.merge.operators.magnitude import (
     Patterns,
     Streamed,
     Threshold,
+    cut_of,
     keep_count,
     kept,
     magnitude,
@@ -50,6 +52,7 @@ from mpfs.merge.operators.pieces import by_piece, pieces
 from mpfs.merge.operators.scalars import norm_ratio, rounded, sum_weights
 from mpfs.merge.operators.values import problems, value_of
 from mpfs.merge.random import bernoulli, keep_limit, stream_key
+from mpfs.objects import Cut
 from mpfs.stats.lanesum import LaneSum
 
 _WEIGHT = Parameter("weight", required=True, per_model=True)
@@ -258,11 +261,21 @@ class Ties(TaskVectorOperator):
     interaction: ClassVar[Literal["additive", "column"]] = "column"
     elects_sign: ClassVar[bool] = True
 
+    def cuts(
+        self, work: str, numel: int, parameters: Parameters, histograms: Sequence[Histogram | None]
+    ) -> Sequence[Sequence[Cut]]:
+        """One for each expert: the density's."""
+        densities = self._densities(parameters)
+        return [
+            () if histogram is None else (cut_of(histogram, keep_count(density, numel)),)
+            for density, histogram in zip(densities, histograms, strict=True)
+        ]
+
     def prepare(
         self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
     ) -> Prepared:
         """The thresholds: no pass if every density is ≥ 1 or ≤ 0, else one (16-bit), two (float32) or four (float64),
-        and one more if only some elements at a threshold are kept.
+        and one more if only some elements at a threshold are kept. Cuts save the first one.
 
         Raises:
             ValueError: a column has no base.
@@ -296,6 +309,8 @@ class Ties(TaskVectorOperator):
             [keep_count(density, context.numel) for density in densities],
             context.left_out or none_left_out,
             counts,
+            cuts=[cuts[0] if cuts else None for cuts in context.cuts],
+            counted=context.counted,
         )
         values = [magnitude(t.pattern, context.work) for t in found]
         return {

@@ -189,4 +189,5 @@ def _plan(
         own,
         part.policy,
         part.seed,
+        weigher.histograms,
     )
