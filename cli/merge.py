@@ -82,6 +82,14 @@ def merge(
         typer.Option("--memory", metavar="SIZE", parser=SIZE, show_default="1GiB", help="Most memory for the work."),
     ] = 1 << 30,
     threads: ThreadsOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="cpu|cuda",
+            help="Let torch compute, there; default: compiled kernels on the CPU, and torch for methods without any.",
+        ),
+    ] = None,
     message: MessageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -119,6 +127,7 @@ def merge(
                 check_space=not no_space_check,
                 memory=memory,
                 threads=threads,
+                device=device,
                 message=message,
                 progress=progress,
             )

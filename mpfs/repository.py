@@ -232,6 +232,7 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
         check_space: bool = True,
         memory: int = _DEFAULT_MEMORY,
         threads: int | None = None,
+        device: str | None = None,
         message: str | None = None,
         progress: Progress | None = None,
     ) -> MergeReport:
@@ -248,11 +249,13 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
             check_space: see first whether there is room for all that will be computed, but for what earlier merges have computed.
             memory: bound of anonymous memory, in bytes.
             threads: worker threads; default: the number of CPUs.
+            device: let torch compute, on "cpu", "cuda" or "cuda:1"; default: the kernels, on the CPU, where there are some.
             message: the commit's message; default: what was merged.
             progress: told bytes of output done, of all.
 
         Raises:
             As `plan`; and
+            UsageError: torch cannot compute on this device.
             RefConflictError: `into` is a tag, or moved meanwhile; nothing is published.
             NonFiniteError: the result holds NaN or infinity; nothing is published.
             IntegrityError: an input block is damaged.
@@ -261,7 +264,11 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
         from mpfs.merge.commit import MergeOptions, check_foreign_plan, run_plan
         from mpfs.merge.documents import branches_of, plan_document, read_documents
 
-        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite, check_space)
+        if device is not None:
+            from mpfs.merge.device import check_device
+
+            check_device(device)
+        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite, check_space, device)
         if isinstance(recipe, Plan):
             check_foreign_plan(self._store, recipe)
             return run_plan(self._store, recipe, into, message=message, author=self._author, options=options)

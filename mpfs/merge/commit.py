@@ -56,6 +56,7 @@ class MergeOptions:
     progress: Progress | None
     allow_nonfinite: bool = False
     check_space: bool = True
+    device: str | None = None
 
 
 def load_model(store: Store, name: str, commit: ObjectId, config_path: str = "config.json") -> Model:
@@ -169,6 +170,7 @@ def run_plan(
             reuse=options.reuse,
             threads=options.threads,
             memory=options.memory,
+            device=options.device,
             progress=options.progress,
         )
         return publish_outcome(

@@ -116,6 +116,7 @@ class DeltaIterator:
         reader: BlockReader,
         ledger: ReadLedger,
         work: str,
+        device: str = "cpu",
     ) -> None:
         self._plan = plan
         self._tensor = tensor
@@ -123,6 +124,7 @@ class DeltaIterator:
         self._reader = reader
         self._ledger = ledger
         self._work = work
+        self._device = device
         self._selected = [frozenset(selection.columns()) for selection in tensor.selections]
 
     @property
@@ -171,7 +173,7 @@ class DeltaIterator:
         return wanted
 
     def read(self, column: int) -> Column:
-        """One column, in the work dtype.
+        """One column, in the work dtype, on the device.
 
         Raises:
             IntegrityError: a block is missing or damaged.
@@ -184,7 +186,7 @@ class DeltaIterator:
             self._ledger.base(column_blocks(blocks, column, self._tensor.column_elements, None))
             run = self._run(blocks, column)
             base_data = self._read(run, "the base")
-            base = to_torch(_joined(run, base_data), blocks.dtype, self._work)
+            base = to_torch(_joined(run, base_data), blocks.dtype, self._work).to(self._device)
         experts = [self._expert(index, column, base, base_data) for index in range(len(self._inputs.experts))]
         return Column(start, base, experts)
 
@@ -247,7 +249,7 @@ class DeltaIterator:
         self._ledger.expert(differing)
         model = self._tensor.experts[index][0]
         data = self._read([block for block, _ in differing], self._plan.models[model].name)
-        return to_torch(_joined(self._run(expert, column), base_data | data), expert.dtype, self._work)
+        return to_torch(_joined(self._run(expert, column), base_data | data), expert.dtype, self._work).to(self._device)
 
     def _is_read(self, index: int, column: int) -> bool:
         """Whether an expert takes part in a column: the plan lists it, or it equals the base there at no cost."""

@@ -113,6 +113,7 @@ def execute(
     threads: int | None = None,
     memory: int = DEFAULT_MEMORY,
     fast: bool = True,
+    device: str | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Run a plan.
@@ -125,13 +126,14 @@ def execute(
         threads: worker threads; default: the number of CPUs.
         memory: bound of anonymous memory, in bytes; fewer columns are in flight if it is small.
         fast: use the kernels, if there are any.
+        device: let torch compute, and do it there (see `check_device`); default: the kernels, or torch on the CPU.
         progress: told the bytes of output done, of all.
 
     Raises:
         IntegrityError: an input block is missing or damaged.
         NotFoundError: an input of the plan is not in this repository.
     """
-    run = Execution(plan, store, writer, reuse, threads or os.cpu_count() or 1, memory, fast)
+    run = Execution(plan, store, writer, reuse, threads or os.cpu_count() or 1, memory, fast, device=device)
     try:
         return run.run(progress)
     finally:
@@ -151,6 +153,7 @@ class Execution:
         memory: int,
         fast: bool,
         objects: ObjectReader | None = None,
+        device: str | None = None,
     ) -> None:
         self.plan = plan
         self.store = store
@@ -164,7 +167,8 @@ class Execution:
         self.reuse = reuse
         self.threads = threads
         self.memory = memory
-        self.fast = fast
+        self.fast = fast and device is None
+        self.device = device or "cpu"
         self.stopping = threading.Event()
         self.operator = get_operator(plan.method)
         table = PairTable(store.environment)
@@ -282,7 +286,7 @@ class Execution:
             cuts=tensor.cuts,
         )
         parameters = Parameters(tensor.shared, tensor.parameters)
-        columns = DeltaIterator(self.plan, tensor, inputs, self.reader, self.ledger, work)
+        columns = DeltaIterator(self.plan, tensor, inputs, self.reader, self.ledger, work, self.device)
         nbytes = tensor.numel * itemsize(tensor.dtype)
         blocks = [b""] * -(-nbytes // self.plan.block_size)
         if inputs.base is not None and inputs.base.tensor.dtype == tensor.dtype:
@@ -369,6 +373,8 @@ class Execution:
             "column_elements": tensor.column_elements,
             "block_size": self.plan.block_size,
         }
+        if self.device != "cpu":
+            value["device"] = self.device.partition(":")[0]
         if self.operator.by_rows:
             value["shape"] = list(tensor.shape)
         if self.operator.draws:

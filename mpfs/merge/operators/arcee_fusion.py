@@ -9,13 +9,14 @@ from typing import ClassVar, cast
 import numpy as np
 
 from mpfs.merge.deferred import torch
-from mpfs.merge.operators.arithmetic import difference, moved, scaled
+from mpfs.merge.operators.arithmetic import difference, moved
 from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.order import order_statistics
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import Floats, base_of, doubles, length, row_sums
 from mpfs.merge.operators.rows import measure_cut_rows, row_index, row_values, shape_of, whole_rows
+from mpfs.merge.operators.scalars import rounded as rounded_to
 
 _OFFSET = 1e-8
 """What is added to probabilities before their ratio is taken."""
@@ -75,10 +76,8 @@ class ArceeFusion(Operator):
                 yield _scores(context, width, {}, rows)
 
         ranks = [math.floor(q * (context.numel - 1)) for q in (0.25, 0.5, 0.75)]
-        low, median, high = (
-            torch.tensor(v, dtype=context.dtype) for v in order_statistics(context.dtype, ranks, scores)
-        )
-        threshold = float(median + scaled(high - low, _SPREADS))
+        low, median, high = order_statistics(context.dtype, ranks, scores)
+        threshold = _threshold(low, median, high, context.work)
         return {"threshold": threshold if math.isfinite(threshold) else None, **stored}
 
     def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:
@@ -101,6 +100,12 @@ class ArceeFusion(Operator):
             return moved(ours, torch.where(score >= threshold, delta, delta.new_zeros(())))
 
         return by_piece(Column(column.start, base, [column.experts[0], scores]), base, fuse)
+
+
+def _threshold(low: float, median: float, high: float, work: str) -> float:
+    """The median and one and a half times the range between the quartiles, every step rounded to the work dtype."""
+    spread = rounded_to(_SPREADS * rounded_to(high - low, work), work)
+    return rounded_to(median + spread, work)
 
 
 def _scores(context: TensorContext, width: int, prepared: Prepared, column: Column) -> torch.Tensor:

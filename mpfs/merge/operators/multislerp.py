@@ -12,8 +12,8 @@ from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, P
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.doubled import all_doubled, doubled, is_single, widened
 from mpfs.merge.operators.pieces import by_piece
-from mpfs.merge.operators.reductions import at, filled, sum_each
-from mpfs.merge.operators.scalars import rounded, sum_weights
+from mpfs.merge.operators.reductions import filled, sum_each
+from mpfs.merge.operators.scalars import bounded, rounded, sum_weights
 from mpfs.merge.operators.values import value_of
 
 
@@ -77,19 +77,19 @@ class MultiSlerp(Operator):
             return {}
         weights = self._weights(context, parameters)
         squares = sum_each(columns, count, lambda piece: [x.double().square() for x in _vectors(context, piece)])
-        lengths = [at(math.sqrt(square), dtype) for square in squares]
+        lengths = [bounded(math.sqrt(square), context.work) for square in squares]
         eps = float(value_of(self.parameters, parameters.shared, "eps"))
         length = sum_weights(
             [rounded(w * n, context.work) for w, n in zip(weights, lengths, strict=True)], context.work
         )
         found: dict[str, object] = {
-            "divisors": [at(n + rounded(eps, context.work), dtype) for n in lengths],
+            "divisors": [bounded(n + rounded(eps, context.work), context.work) for n in lengths],
             "length": length if math.isfinite(length) else 0.0,
         }
         [square] = sum_each(
             columns, 1, lambda piece: [_total(context, piece, _units(context, found, piece), weights).double().square()]
         )
-        mean = at(math.sqrt(square), dtype)
+        mean = bounded(math.sqrt(square), context.work)
         found["mean"] = mean
         found["linear"] = not mean >= eps or mean == 0
         if not all(math.isfinite(value) for value in (mean, *cast("Sequence[float]", found["divisors"]))):
@@ -102,9 +102,9 @@ class MultiSlerp(Operator):
             direction = _direction(context, found, piece, units, weights)
             return [unit * direction for unit in units]
 
-        found["cosines"] = [at(value, dtype) for value in sum_each(columns, count, products)]
+        found["cosines"] = [bounded(value, context.work) for value in sum_each(columns, count, products)]
         [square] = sum_each(columns, 1, lambda piece: [_tangent(context, found, piece, weights)[1].double().square()])
-        found["tangent"] = at(math.sqrt(square), dtype)
+        found["tangent"] = bounded(math.sqrt(square), context.work)
         return found
 
     def apply(self, context: TensorContext, parameters: Parameters, prepared: Prepared, column: Column) -> torch.Tensor:

@@ -169,7 +169,7 @@ def _cosine_terms(
     units = []
     for values, norm in zip(pair, norms, strict=True):
         each = norm[0] if places is None else norm[places]
-        units.append(quotient(values, torch.as_tensor(each).to(values.device, values.dtype)))
+        units.append(quotient(values, torch.as_tensor(each, device=values.device).to(values.dtype)))
     return units[0] * units[1]
 
 

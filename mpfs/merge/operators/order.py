@@ -33,7 +33,7 @@ def keys(values: torch.Tensor) -> Keys:
 
 def value(key: int, dtype: torch.dtype) -> float:
     """The number that a key stands for."""
-    size = torch.empty((), dtype=dtype).element_size()
+    size = dtype.itemsize
     sign = 1 << (8 * size - 1)
     bits = key ^ sign if key & sign else key ^ (2 * sign - 1)
     pattern = torch.from_numpy(np.array([bits], dtype=f"u{size}").view(f"i{size}"))
@@ -50,7 +50,7 @@ def order_statistics(
         ranks: each below the number of values.
         stream: streams the values, 1-D tensors of `dtype`; called once a pass.
     """
-    bits = 8 * torch.empty((), dtype=dtype).element_size()
+    bits = 8 * dtype.itemsize
     prefixes = [0] * len(ranks)
     below = [0] * len(ranks)
     for shift in range(bits - _DIGIT, -1, -_DIGIT):

@@ -11,7 +11,7 @@ from mpfs.merge.operators.base import Column, Operator, Parameter, Parameters, P
 from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.pieces import by_piece
 from mpfs.merge.operators.reductions import base_of, sum_each
-from mpfs.merge.operators.scalars import rounded
+from mpfs.merge.operators.scalars import accumulator_name, rounded
 from mpfs.merge.operators.values import value_of
 
 _EPSILON = Parameter("epsilon", default=1e-5)
@@ -117,13 +117,12 @@ class RamPlus(Ram):
             return unique + shared
 
         found = sum_each(columns, 2 * experts, counts)
-        wide = accumulator(context.dtype)
+        wide = accumulator_name(context.work)
         r, alpha = self._value(parameters, "r"), self._value(parameters, "alpha")
         factors = []
         for unique, shared in zip(found[:experts], found[experts:], strict=True):
             ratio = min(max(shared / unique, 0.0), alpha) if unique else 0.0
-            product = torch.tensor(r, dtype=wide) * torch.tensor(ratio, dtype=wide)
-            factors.append(float(1 + product))
+            factors.append(rounded(1 + rounded(rounded(r, wide) * rounded(ratio, wide), wide), wide))
         return {"factor": factors}
 
     def _combine(

@@ -23,11 +23,6 @@ def doubles(values: torch.Tensor) -> Floats:
     return array
 
 
-def at(values: float, dtype: torch.dtype) -> float:
-    """`values` rounded to `dtype`, but to its largest number where it would become infinite."""
-    return float(torch.tensor(values, dtype=torch.float64).clamp_(-(m := torch.finfo(dtype).max), m).to(dtype))
-
-
 def length(column: Column) -> int:
     """Elements of a column.
 

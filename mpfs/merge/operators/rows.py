@@ -41,16 +41,18 @@ def without_gaps(
     """
     rows = max(1, PIECE // width)
     reached = 0
+    device = torch.device("cpu")
 
     def fill(end: int) -> Iterator[Column]:
         nonlocal reached
         while reached < end:
             stop = min((reached // width + rows) * width, end)
-            zeros = torch.zeros(stop - reached, dtype=context.dtype)
+            zeros = torch.zeros(stop - reached, dtype=context.dtype, device=device)
             yield Column(reached, zeros, [zeros] * experts)
             reached = stop
 
     for column in columns:
+        device = next((x.device for x in (column.base, *column.experts) if x is not None), device)
         yield from fill(column.start)
         yield column
         reached = column.start + length(column)

@@ -6,6 +6,7 @@ Dtypes go by their stored names here ("BF16", …). Numbers are Python floats th
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
@@ -30,6 +31,9 @@ _VECTOR_BYTES = 32
 _CASCADE = 16
 """Rows that are added one by one before the partial sum is set aside."""
 
+_LARGEST = {"BF16": 255 * 2.0**120, "F16": 65504.0, "F32": (2 - 2.0**-23) * 2.0**127, "F64": sys.float_info.max}
+"""The largest number of each dtype."""
+
 _SMALL_NORM = 1e-7
 """An L1 norm below this is not matched."""
 
@@ -52,6 +56,12 @@ def rounded(value: float, dtype: str) -> float:
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
         single = np.uint32(bits).view(np.float32)
     return float(single)
+
+
+def bounded(value: float, dtype: str) -> float:
+    """`value` rounded to `dtype`, but to its largest number where it would become infinite."""
+    found = rounded(value, dtype)
+    return math.copysign(_LARGEST[dtype], value) if math.isinf(found) else found
 
 
 def quotient_of(x: float, divisor: float, dtype: str) -> float:

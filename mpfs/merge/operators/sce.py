@@ -12,8 +12,8 @@ from mpfs.merge.operators.checks import checked
 from mpfs.merge.operators.consensus import counting
 from mpfs.merge.operators.magnitude import Patterns, Threshold, find_thresholds, keep_everything, kept, patterns
 from mpfs.merge.operators.pieces import by_piece
-from mpfs.merge.operators.reductions import all_pieces, at, base_of, sum_each
-from mpfs.merge.operators.scalars import rounded, sum_weights
+from mpfs.merge.operators.reductions import all_pieces, base_of, sum_each
+from mpfs.merge.operators.scalars import bounded, rounded, sum_weights
 from mpfs.merge.operators.values import value_of
 
 _SMALL_SUM = 1e-6
@@ -80,7 +80,7 @@ class Sce(Operator):
             deltas = _selected(context, found, piece)
             return [None if delta is None else delta * delta for delta in deltas]
 
-        means = [at(total / context.numel, context.dtype) for total in sum_each(columns, count, squares)]
+        means = [bounded(total / context.numel, context.work) for total in sum_each(columns, count, squares)]
         total = sum_weights(means, context.work) if means else 0.0
         small = not total >= rounded(_SMALL_SUM, context.work)
         found["weights"] = [rounded(1.0 / count if small else mean / total, context.work) for mean in means]
