@@ -105,6 +105,7 @@ def _summary(out: Output, report: PlanReport) -> None:
         role = "base" if index == plan.base else "expert"
         columns = "" if role == "base" else f", {read:,} of {format_count(total, 'column')} read"
         facts.append((role, f"{model.name} @ {model.commit[:12]}{columns}"))
+    facts.append(("other files", f"those of {plan.models[plan.template].name}"))
     out.facts(facts)
     for note in plan.notes:
         out.line("  note: ", note)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from mpfs.formats.training import DIRECTORY as TRAINING_STATE
 from mpfs.merge.architecture import Config
+from mpfs.merge.card import card_files
 from mpfs.merge.check import check_models, check_plan
 from mpfs.merge.compile import compile_plan
 from mpfs.merge.config import layers_taken
@@ -226,6 +227,7 @@ def publish_outcome(
         outcome.tensors,
         plan.out_dtype or plan.work_dtype,
         layers=layers_taken(plan.recipe),
+        replaced=_card_files(store, plan),
         objects=store.objects,
         blocks=store.blocks,
         writer=writer,
@@ -286,6 +288,12 @@ def _figures(
         fidelity=fidelity,
         variants=variants,
     )
+
+
+def _card_files(store: Store, plan: Plan) -> dict[str, bytes]:
+    """A model card and the recipe, where there is a config.json: without one it is no model's directory."""
+    template = store.objects.get(Snapshot, plan.models[plan.template].snapshot)
+    return {} if template.file("config.json") is None else card_files(plan)
 
 
 def _measure(store: Store, plan: Plan) -> float:

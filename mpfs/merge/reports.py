@@ -23,6 +23,7 @@ class PlanReport:
         return {
             "plan": self.identity,
             "fidelity_predicted": self.plan.fidelity_predicted,
+            "files_from": self.plan.models[self.plan.template].name,
             "notes": list(self.plan.notes),
             "renamed": {model: dict(names) for model, names in self.plan.renamed.items()},
             "run": {

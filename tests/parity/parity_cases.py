@@ -63,7 +63,8 @@ def exact(
         lengths = [float(delta.norm()) for delta in deltas]
         parts = [w / (n + 1e-8) * x for w, n, x in zip(weights, lengths, deltas, strict=True)]
         mean = torch.stack(parts).sum(0)
-        return origin + mean / mean.norm() * sum(w * n for w, n in zip(weights, lengths, strict=True))
+        result: torch.Tensor = origin + mean / mean.norm() * sum(w * n for w, n in zip(weights, lengths, strict=True))
+        return result
     if method == "model_stock":
         return _stock(origin, deltas, tuple(shape) if shared.get("filter_wise") else (1, len(origin)))
     return _middle(models, shared.get("max_iter", 10), shared.get("tol", 1e-5))

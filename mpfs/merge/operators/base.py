@@ -8,6 +8,8 @@ is pure and runs once a column, on any thread, in any order.
 
 from __future__ import annotations
 
+import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,6 +140,12 @@ class Operator(ABC):
     interaction: ClassVar[Literal["additive", "column"]] = "additive"
     draws: ClassVar[bool] = False
     version: ClassVar[int] = 1
+
+    @property
+    def source(self) -> str:
+        """Where the method is from: what the class's docstring says after "Source: "; empty if it says nothing."""
+        found = re.search(r"^Source: (.+?)(?:\n\n|\Z)", inspect.getdoc(type(self)) or "", re.M | re.S)
+        return "" if found is None else " ".join(found[1].split())
 
     def keeps_base(self, parameters: Parameters) -> bool:
         """Whether a column in which no expert differs from the base comes out as the base, bit for bit."""

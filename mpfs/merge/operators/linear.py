@@ -25,7 +25,9 @@ class Linear(Operator):
 
     Where a plan does not read an expert, the base's values stand in for it, under the expert's weight.
 
-    Source: Wortsman et al., "Model soups", arXiv 2203.05482; bit for bit as mergekit 0.1.5 on a CPU.
+    Bit for bit as mergekit 0.1.5 on a CPU.
+
+    Source: Wortsman et al., "Model soups", arXiv 2203.05482.
     """
 
     name: ClassVar[str] = "linear"
