@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from mpfs.errors import BadInputError, FormatError, UnsafeInputError
-from mpfs.formats import sniff, strict_json
+from mpfs.formats import neurochem, sniff, strict_json
 from mpfs.formats.location import Location, opened
 from mpfs.formats.messages import count, listing, show
-from mpfs.formats.safetensors import MAX_HEADER_SIZE, Header, read_header
+from mpfs.formats.safetensors import MAX_HEADER_SIZE, Header, TensorEntry, read_header
 from mpfs.formats.tree import FoundFile, walk
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -44,12 +44,13 @@ class WeightFile:
     """A file of weights.
 
     `path` is relative and posix, `location` absolute. A tensor's name in the checkpoint is `prefix` + its name in
-    the file. `header` and `raw_header` (its bytes) are a safetensors file's, None and empty for another.
+    the file. `header` and `raw_header` (its bytes) are a safetensors file's, None and empty for another; a raw file of
+    NeuroChem's has a header of one tensor, too.
     """
 
     path: str
     location: Location
-    format: Literal["safetensors", "torch", "gguf", "onnx"]
+    format: Literal["safetensors", "torch", "gguf", "onnx", "neurochem"]
     prefix: str
     header: Header | None = None
     raw_header: bytes = b""
@@ -85,6 +86,7 @@ def scan(path: Path) -> Layout:
       index, or, in the root, the only *.pt, *.pth, *.bin or *.ckpt file.
     - GGUF files are weights only where there are neither of these in the root or below, and ONNX files only where there is no
       GGUF file either: of one model, also in splits, there is no further prefix; of several each has `FILENAME:`.
+    - Where there is nothing of all this, the raw files that NeuroChem networks (*.nnf) name are weights.
     - Everything else is a side file, but for .git, .cache, .mpfs, *.lock and *.incomplete, which are skipped.
 
     Raises:
@@ -115,6 +117,9 @@ def sort_out(root: str, found: Sequence[FoundFile], skipped: Sequence[str]) -> L
         if not weights:
             for prefix, files in directories.items():
                 weights.extend(_container_weights(prefix, files, kind))
+    if not weights:
+        for prefix, files in directories.items():
+            weights.extend(_neurochem_weights(prefix, files))
     if not weights:
         other = [file.path for file in found if file.path.endswith(_OTHER_WEIGHTS)]
         raise BadInputError(
@@ -318,6 +323,31 @@ def _container_weights(prefix: str, files: Sequence[FoundFile], kind: Literal["g
         for model, parts in models.items()
         for part in parts
     ]
+
+
+def _neurochem_weights(prefix: str, files: Sequence[FoundFile]) -> Iterator[WeightFile]:
+    """The raw files that the descriptions of NeuroChem networks in a directory name."""
+    by_name = {file.path.removeprefix(prefix): file for file in files}
+    owners: dict[str, str] = {}
+    for description in (name for name in by_name if name.endswith(neurochem.SUFFIX)):
+        where = by_name[description].location
+        for parameter in neurochem.read_network(where):
+            file = by_name.get(parameter.file)
+            if file is None:
+                raise FormatError(f"{where}: its file {show(parameter.file)} is missing; download it", file=str(where))
+            with opened(file.location) as (_, size):
+                if size != parameter.nbytes:
+                    raise FormatError(
+                        f"{file.location}: has {count(size, 'byte')}, where {show(parameter.shape)} in {description} takes "
+                        f"{parameter.nbytes:,}; copy it again",
+                        file=str(file.location),
+                    )
+            if owners.setdefault(parameter.file, description) != description:
+                raise FormatError(
+                    f"{where}: {owners[parameter.file]} has its file {show(parameter.file)}, too", file=str(where)
+                )
+            entry = TensorEntry(parameter.name, neurochem.DTYPE, parameter.shape, 0, parameter.nbytes)
+            yield WeightFile(file.path, file.location, "neurochem", prefix, Header((entry,), None, 0))
 
 
 def _torch_weights(prefix: str, by_name: Mapping[str, FoundFile]) -> list[WeightFile]:

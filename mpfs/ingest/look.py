@@ -8,7 +8,7 @@ from __future__ import annotations
 import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -161,7 +161,8 @@ def look_at_directory(source: str, layout: huggingface.Layout, choice: Choice, f
             found.incoming.append(_gguf(weights.path, weights.location, weights.prefix, files, found))
         else:
             known = None if weights.header is None else (weights.header, weights.raw_header)
-            found.incoming.append(_safetensors(weights.path, weights.location, weights.prefix, files, known))
+            made = _safetensors(weights.path, weights.location, weights.prefix, files, known)
+            found.incoming.append(made if weights.format == SAFETENSORS else replace(made, format=weights.format))
     if not by_prefix:
         _refuse_choice(source, choice, "there is none here")
     for prefix, states in by_prefix.items():

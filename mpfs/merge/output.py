@@ -1,15 +1,16 @@
-"""The files of a merged model: weights as safetensors, everything else from the template model."""
+"""The files of a merged model: weights as safetensors, or in the template's own format where its header stays true;
+everything else from the template model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpfs.formats import safetensors
 from mpfs.formats.training import DIRECTORY as TRAINING_STATE
 from mpfs.merge.architecture import is_embedding
 from mpfs.merge.config import config_with, parse_config, set_dtype, set_layers, set_tied, set_vocabulary
-from mpfs.objects import BlobFile, File, ObjectId, SafetensorsFile, Snapshot, Tensor, object_id
+from mpfs.objects import BlobFile, File, ObjectId, PartsFile, SafetensorsFile, Snapshot, Tensor, object_id
 from mpfs.objects.dtypes import MERGEABLE
 from mpfs.stats.staging import stage_bytes
 from mpfs.store import BlockReader, ObjectReader, Writer
@@ -67,8 +68,15 @@ def assemble(
 
     files: list[File] = []
     elsewhere: set[str] = set()
+    complete = merged.keys() == template.tensors.keys()
     for file in template.tensor_files():
-        if file.prefix:
+        remade = _remade(file, merged, identities, objects) if complete and isinstance(file, PartsFile) else None
+        if remade is not None:
+            elsewhere.update(remade.prefix + name for name, _ in remade.tensors)
+            between = [remade.header, *(tensor for name, tensor in remade.parts if name is None)]
+            needed |= dict.fromkeys(objects.get(Tensor, identity) for identity in between)
+            files.append(remade)
+        elif file.prefix:
             names = [name for name, _ in file.tensors]
             elsewhere.update(file.prefix + name for name in names)
             described = [(name, merged[file.prefix + name].dtype, merged[file.prefix + name].shape) for name in names]
@@ -77,8 +85,10 @@ def assemble(
             path = file.path if isinstance(file, SafetensorsFile) else f"{file.path}.safetensors"
             planned_file = SynthesisedFile(path, raw, order, len(raw) + header.data_size)
             files.append(weights(planned_file, file.prefix))
-    planned = synthesise_files([(name, tensor) for name, tensor in merged.items() if name not in elsewhere])
-    files.extend(weights(planned_file, "") for planned_file in planned.files)
+    left = [(name, tensor) for name, tensor in merged.items() if name not in elsewhere]
+    planned = synthesise_files(left)
+    if left or not files:
+        files.extend(weights(planned_file, "") for planned_file in planned.files)
     if planned.index is not None:
         files.append(BlobFile(INDEX_PATH, len(planned.index), store(planned.index)))
     taken = {file.path for file in files}
@@ -105,6 +115,21 @@ def assemble(
         needed[stored] = None
         files.append(side)
     return Assembled(Snapshot(tuple(sorted(files, key=lambda file: file.path))), tuple(needed))
+
+
+def _remade(
+    file: PartsFile, merged: Mapping[str, Tensor], identities: Mapping[str, ObjectId], objects: ObjectReader
+) -> PartsFile | None:
+    """A file of another format with the merged tensors in it; None if its header would not be true of them."""
+    parts: list[tuple[str | None, ObjectId]] = []
+    for name, identity in file.parts:
+        if name is not None:
+            old, new = objects.get(Tensor, identity), merged[file.prefix + name]
+            if (old.dtype, old.shape) != (new.dtype, new.shape):
+                return None
+            identity = identities[file.prefix + name]
+        parts.append((name, identity))
+    return replace(file, parts=tuple(parts))
 
 
 def _true_config(

@@ -6,6 +6,7 @@ makes for whole. Needs hypothesis.
 
 from __future__ import annotations
 
+import bz2
 import io
 import random
 import struct
@@ -21,6 +22,8 @@ import torch
 from hypothesis import strategies as st
 
 from mpfs.formats.gguf import TYPES
+from mpfs.formats.onnx import DTYPES as ONNX_DTYPES
+from mpfs.objects.dtypes import nbytes
 
 GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q4_0, GGUF_Q4_K = 0, 1, 30, 2, 12
 
@@ -207,6 +210,147 @@ NPZ_DAMAGES: Mapping[str, Callable[[bytes], bytes]] = {
     ),
 }
 """Ways to break an uncompressed archive, with an array of at least one byte as its first."""
+
+
+# -- ONNX -----------------------------------------------------------------------------------------------------------
+
+
+def protobuf_varint(value: int) -> bytes:
+    """A number as protobuf writes it."""
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def protobuf_number(field: int, value: int) -> bytes:
+    """A field that is a number."""
+    return protobuf_varint(field << 3) + protobuf_varint(value)
+
+
+def protobuf_bytes(field: int, content: bytes) -> bytes:
+    """A field that is bytes, a text or a message."""
+    return protobuf_varint(field << 3 | 2) + protobuf_varint(len(content)) + content
+
+
+def onnx_initialiser(
+    name: str, code: int, shape: tuple[int, ...], content: bytes, field: int = 9, packed: bool = False
+) -> bytes:
+    """An initialiser of an ONNX graph; `field` is where its numbers are (9: raw_data), `packed` how its shape is written."""
+    dims = protobuf_bytes(1, b"".join(map(protobuf_varint, shape)))
+    if not packed:
+        dims = b"".join(protobuf_number(1, dim) for dim in shape)
+    return protobuf_bytes(
+        5, dims + protobuf_number(2, code) + protobuf_bytes(8, name.encode()) + protobuf_bytes(field, content)
+    )
+
+
+def onnx_bytes(*initialisers: bytes) -> bytes:
+    """An ONNX model with these initialisers, a node, and fields that nobody knows."""
+    node = protobuf_bytes(1, protobuf_bytes(1, b"x") + protobuf_bytes(4, b"Add"))
+    graph = node + b"".join(initialisers) + protobuf_bytes(2, b"graph")
+    begin = protobuf_number(1, 8) + protobuf_bytes(2, b"producer")
+    return (
+        begin
+        + protobuf_bytes(7, graph)
+        + protobuf_bytes(8, protobuf_number(2, 17))
+        + protobuf_varint(90 << 3 | 5)
+        + b"1234"
+    )
+
+
+@st.composite
+def onnx_models(draw: st.DrawFn) -> bytes:
+    """An ONNX model with at least one initialiser that is a run of numbers, in each of the ways that there are."""
+    text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+    parts = []
+    for number, name in enumerate(draw(st.lists(text, unique=True, min_size=1, max_size=5))):
+        code = draw(st.sampled_from(sorted(ONNX_DTYPES)))
+        shape = draw(st.sampled_from([(), (0,), (3,), (2, 5), (1, 2, 3), (700,)]))
+        content = random.Random(draw(st.integers(0, 2**32 - 1))).randbytes(nbytes(ONNX_DTYPES[code], shape))
+        if ONNX_DTYPES[code] == "BOOL":
+            content = bytes(byte & 1 for byte in content)
+        typed = {"F32": 4, "F64": 10}.get(ONNX_DTYPES[code])
+        field = typed if typed is not None and content and draw(st.booleans()) else 9
+        parts.append(onnx_initialiser(name, code, shape, content, field, draw(st.booleans())))
+        if number and draw(st.booleans()):
+            parts[-1] = onnx_initialiser(name, 8, (1,), b"a text", 6)
+    return onnx_bytes(*parts)
+
+
+ONNX_DAMAGES: Mapping[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "zeros": lambda content: bytes(len(content)),
+    "stray bytes": lambda content: content + b"\xff",
+    "a group": lambda content: content + protobuf_varint(9 << 3 | 3),
+    "no field": lambda content: b"\x00" + content,
+    "a number without end": lambda content: b"\x08" + b"\xff" * 11 + content,
+    "longer than the file": lambda content: content + protobuf_varint(7 << 3 | 2) + protobuf_varint(2**62),
+    "a graph twice": lambda content: content + content,
+    "web page": lambda content: b"<!DOCTYPE html><html><body>Access denied</body></html>",
+    "git-lfs pointer": lambda content: (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+    ),
+}
+"""Ways to break an ONNX model with initialisers."""
+
+
+# -- NeuroChem ------------------------------------------------------------------------------------------------------
+
+
+def neurochem_text(inputs: int, files: Sequence[tuple[int, str, str]]) -> str:
+    """The description of a network with `inputs` inputs, and for each layer nodes, and files of weights and biases."""
+    text = f"inputsize={inputs};\natom_net H $\n"
+    for nodes, weights, biases in files:
+        text += f"layer [\nnodes={nodes};\nactivation=9;\nblocksize={inputs};\n"
+        text += f"weights=FILE:{weights}[{nodes * inputs}];\nbiases=FILE:{biases}[{nodes}];\n]\n"
+        inputs = nodes
+    return text + "$\n"
+
+
+def neurochem_packed(text: str) -> bytes:
+    """A description as it is on disk."""
+    return f"{len(text)}=\n".encode() + bz2.compress(text.encode()) + b"\0"
+
+
+@st.composite
+def neurochem_networks(draw: st.DrawFn) -> dict[str, bytes]:
+    """A directory of networks: descriptions, packed or not, and the raw files that they name."""
+    files: dict[str, bytes] = {}
+    for stem in draw(st.lists(st.sampled_from(["ANN-H", "ANN-C", "net", "x.y"]), unique=True, min_size=1, max_size=3)):
+        inputs = wide = draw(st.integers(1, 40))
+        layers = []
+        for number, nodes in enumerate(draw(st.lists(st.integers(1, 30), min_size=1, max_size=4)), start=1):
+            names = f"{stem}.nnf-l{number}.wparam", f"{stem}.nnf-l{number}.bparam"
+            layers.append((nodes, *names))
+            rng = random.Random(draw(st.integers(0, 2**32 - 1)))
+            files[names[0]], files[names[1]] = rng.randbytes(4 * nodes * wide), rng.randbytes(4 * nodes)
+            wide = nodes
+        text = neurochem_text(inputs, layers)
+        files[f"{stem}.nnf"] = neurochem_packed(text) if draw(st.booleans()) else text.encode()
+    return files
+
+
+NEUROCHEM_DAMAGES: Mapping[str, Callable[[str], bytes]] = {
+    "empty": lambda text: b"",
+    "cut": lambda text: neurochem_packed(text)[:-20],
+    "text cut": lambda text: text.encode()[: len(text) // 2],
+    "no layers": lambda text: neurochem_packed(text.partition("layer")[0]),
+    "no inputs": lambda text: neurochem_packed(text.replace("inputsize", "outputsize")),
+    "a key twice": lambda text: neurochem_packed(text.replace("nodes=", "nodes=1;nodes=", 1)),
+    "another number": lambda text: neurochem_packed(text.replace("nodes=", "nodes=1", 1)),
+    "another file": lambda text: neurochem_packed(text.replace("FILE:", "FILE:x")),
+    "one file twice": lambda text: neurochem_packed(text.replace("l2.bparam", "l1.bparam")),
+    "outside": lambda text: neurochem_packed(text.replace("FILE:", "FILE:../", 1)),
+    "absolute": lambda text: neurochem_packed(text.replace("FILE:", "FILE:/etc/", 1)),
+    "a bomb": lambda text: neurochem_packed(text + " " * (1 << 20)),
+    "too long": lambda text: text.encode() + b" " * (1 << 17),
+    "not text": lambda text: b"\xff" + text.encode(),
+    "web page": lambda text: b"<!DOCTYPE html><html><body>Access denied</body></html>",
+}
+"""Ways to break the description of a network of two layers of equal sizes, whose files are called `….l1.wparam` and so on."""
 
 
 # -- bombs ----------------------------------------------------------------------------------------------------------

@@ -2,62 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.numpy_helper
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpfs.errors import BadInputError, FormatError
 from mpfs.formats.onnx import read_model
 from mpfs.repository import Repository
+from mpfs.testing.containers import (
+    ONNX_DAMAGES,
+    onnx_bytes,
+    onnx_initialiser,
+    onnx_models,
+    protobuf_bytes,
+    protobuf_number,
+)
 
-CUT = 20
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def number(field: int, value: int) -> bytes:
-    return varint(field << 3) + varint(value)
-
-
-def data(field: int, content: bytes) -> bytes:
-    return varint(field << 3 | 2) + varint(len(content)) + content
-
-
-def initialiser(
-    name: str, code: int, shape: tuple[int, ...], content: bytes, field: int = 9, packed: bool = False
-) -> bytes:
-    dims = data(1, b"".join(map(varint, shape))) if packed else b"".join(number(1, dim) for dim in shape)
-    return data(5, dims + number(2, code) + data(8, name.encode()) + data(field, content))
-
-
-def model(*initialisers: bytes) -> bytes:
-    graph = data(1, data(1, b"x") + data(4, b"Add")) + b"".join(initialisers) + data(2, b"graph")
-    return number(1, 8) + data(2, b"producer") + data(7, graph) + data(8, number(2, 17)) + varint(9 << 3 | 5) + b"1234"
+CUT = 21
+numbers = itertools.count()
 
 
 FLOATS = np.arange(6, dtype="<f4").tobytes()
-CONTENT = model(
-    initialiser("w", 1, (2, 3), FLOATS),
-    initialiser("v", 1, (6,), FLOATS, field=4, packed=True),
-    initialiser("i", 7, (), struct.pack("<q", -1)),
-    initialiser("s", 8, (1,), b"text", field=6),
+CONTENT = onnx_bytes(
+    onnx_initialiser("w", 1, (2, 3), FLOATS),
+    onnx_initialiser("v", 1, (6,), FLOATS, field=4, packed=True),
+    onnx_initialiser("i", 7, (), struct.pack("<q", -1)),
+    onnx_initialiser("s", 8, (1,), b"text", field=6),
 )
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Iterator[Repository]:
     with Repository.create(tmp_path / "repo", block_size=4096, map_size=1 << 30, author="tester") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+    """One repository for many examples."""
+    root = tmp_path_factory.mktemp("onnx") / "repo"
+    with Repository.create(root, block_size=4096, map_size=1 << 33, author="tester") as made:
         yield made
 
 
@@ -99,11 +93,14 @@ def test_a_flipped_bit_never_crashes(tmp_path_factory: pytest.TempPathFactory, p
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (model(initialiser("w", 1, (7,), FLOATS)), "takes 28 bytes, but has 24"),
-        (model(initialiser("w", 1, (6,), FLOATS), initialiser("w", 1, (6,), FLOATS)), "two initialisers"),
-        (model(initialiser("", 1, (6,), FLOATS)), "has no name"),
-        (model(initialiser("w", 1, (2**63, 2**63), FLOATS)), "cannot be"),
-        (model(), "no initialisers"),
+        (onnx_bytes(onnx_initialiser("w", 1, (7,), FLOATS)), "takes 28 bytes, but has 24"),
+        (
+            onnx_bytes(onnx_initialiser("w", 1, (6,), FLOATS), onnx_initialiser("w", 1, (6,), FLOATS)),
+            "two initialisers",
+        ),
+        (onnx_bytes(onnx_initialiser("", 1, (6,), FLOATS)), "has no name"),
+        (onnx_bytes(onnx_initialiser("w", 1, (2**63, 2**63), FLOATS)), "cannot be"),
+        (onnx_bytes(), "no initialisers"),
         (b"", "empty"),
         (b"\x00" * 100, "zeros"),
         (b"<!DOCTYPE html>", "web page"),
@@ -123,14 +120,104 @@ def test_round_trip(repository: Repository, tmp_path: Path) -> None:
     assert (tmp_path / "out/m.onnx").read_bytes() == CONTENT
 
 
-def test_real_models(repository: Repository, real_models: Callable[[str], Path], tmp_path: Path) -> None:
-    root = real_models("speechmos") / "speechmos"
-    for path in (root / "dnsmos_models/sig_bak_ovr.onnx", root / "pdnsmos_models/sig_bak_ovr.onnx"):
-        report = repository.import_checkpoint(path, path.parent.name)
-        assert report.tensors > 10
-        repository.checkout(path.parent.name, tmp_path / path.parent.name)
-        assert (tmp_path / path.parent.name / path.name).read_bytes() == path.read_bytes()
-    total = sum(tensor.numel for tensor in repository.tensors("pdnsmos_models").values() if tensor.dtype == "F32")
-    assert 280_000 < total < 300_000
-    report = repository.import_checkpoint(root / "dnsmos_models/sig_bak_ovr.onnx", "again", base="auto")
+def test_a_merge_is_a_model_again(repository: Repository, tmp_path: Path) -> None:
+    other = CONTENT.replace(FLOATS, np.full(6, 3, "<f4").tobytes(), 1)
+    for name, content in (("base", CONTENT), ("e0", other)):
+        repository.import_checkpoint(written(tmp_path, content), name)
+    models = [{"model": "e0", "parameters": {"weight": 1.0}}]
+    repository.merge({"merge_method": "task_arithmetic", "base_model": "base", "models": models}, "merged")
+    repository.checkout("merged", tmp_path / "out")
+    assert (tmp_path / "out/m.onnx").read_bytes() == other
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["m.onnx"]
+
+
+def test_data_in_other_files_is_not_looked_for(repository: Repository, tmp_path: Path) -> None:
+    """Wherever that would be: the model says `../secret`, and the entry stays bytes of the file."""
+    (tmp_path / "secret").write_bytes(FLOATS)
+    location = protobuf_bytes(13, protobuf_bytes(1, b"location") + protobuf_bytes(2, b"../secret"))
+    outside = protobuf_bytes(
+        5,
+        protobuf_number(1, 6)
+        + protobuf_number(2, 1)
+        + protobuf_bytes(8, b"outside")
+        + location
+        + protobuf_number(14, 1),
+    )
+    content = onnx_bytes(onnx_initialiser("w", 1, (2, 3), FLOATS), outside)
+    (tmp_path / "in").mkdir()
+    report = repository.import_checkpoint(written(tmp_path / "in", content), "main")
+    assert list(repository.tensors("main")) == ["w"]
+    assert '"outside"' in report.notes[0]
+    assert "../secret" not in str(repository.ls("main"))
+
+
+def as_onnx_reads(content: bytes) -> dict[str, np.ndarray]:
+    """The initialisers, by the library of the format."""
+    graph = onnx.load_model_from_string(content).graph
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+
+
+@pytest.mark.parametrize("file", ["dnsmos_models/sig_bak_ovr.onnx", "pdnsmos_models/sig_bak_ovr.onnx"])
+def test_published_models(
+    repository: Repository, real_models: Callable[[str], Path], tmp_path: Path, file: str
+) -> None:
+    path = real_models("speechmos") / "speechmos" / file
+    expected = as_onnx_reads(path.read_bytes())
+    report = repository.import_checkpoint(path, "main")
+    found = repository.load("main")
+    assert report.tensors == len(found) > 10
+    # Shapes and axes, as varints, stay bytes of the file.
+    assert {expected.pop(name).dtype.kind for name in set(expected) - set(found)} <= {"i"}
+    for name, array in expected.items():
+        assert (found[name].numpy().dtype, found[name].numpy().shape) == (array.dtype, array.shape), name
+        assert found[name].numpy().tobytes() == array.tobytes(), name
+    assert 250_000 < sum(array.size for array in expected.values() if array.dtype == np.float32) < 350_000
+    repository.checkout("main", tmp_path / "out")
+    assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     assert repository.fsck(read_data=True).problems == ()
+
+
+def test_a_merge_of_published_models_runs_through_the_library(
+    repository: Repository, real_models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = real_models("speechmos") / "speechmos"
+    for name in ("dnsmos", "pdnsmos"):
+        repository.import_checkpoint(root / f"{name}_models/sig_bak_ovr.onnx", name)
+    models = [{"model": "pdnsmos", "parameters": {"weight": 0.5}}]
+    recipe = {"merge_method": "task_arithmetic", "base_model": "dnsmos", "models": models}
+    repository.merge(recipe, "merged", on_mismatch="base")
+    repository.checkout("merged", tmp_path / "out")
+    merged = (tmp_path / "out/sig_bak_ovr.onnx").read_bytes()
+    onnx.checker.check_model(onnx.load_model_from_string(merged))
+    base, expert = (
+        as_onnx_reads((root / f"{name}_models/sig_bak_ovr.onnx").read_bytes()) for name in ("dnsmos", "pdnsmos")
+    )
+    common = [name for name, array in base.items() if array.dtype == np.float32 and name in expert]
+    assert len(common) > 10
+    for name, array in as_onnx_reads(merged).items():
+        if name in common:
+            assert np.allclose(array, (base[name] + expert[name]) / 2, atol=1e-6), name
+
+
+@settings(max_examples=40)
+@given(content=onnx_models())
+def test_any_model_comes_back(tmp_path_factory: pytest.TempPathFactory, shared: Repository, content: bytes) -> None:
+    folder = tmp_path_factory.mktemp("x")
+    report = shared.import_checkpoint(written(folder, content), f"onnx/{next(numbers)}")
+    found, expected = shared.load(report.commit), as_onnx_reads(content)
+    for name, tensor in found.items():
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        assert flat == expected[name].tobytes(), name
+        assert tuple(tensor.shape) == expected[name].shape
+    assert len(found) == report.tensors >= 1
+    shared.checkout(report.commit, folder / "out")
+    assert (folder / "out/m.onnx").read_bytes() == content
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("damage", ONNX_DAMAGES)
+def test_damage_changes_nothing(repository: Repository, tmp_path: Path, damage: str) -> None:
+    path = written(tmp_path, ONNX_DAMAGES[damage](CONTENT))
+    with pytest.raises(FormatError):
+        repository.import_checkpoint(path, "main")
+    assert repository.refs() == []

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from ingest_cases import assert_clean, directory_digests, new_repository, refused
 
 from mpfs.errors import BadInputError, FormatError, MismatchError
+from mpfs.formats import gguf
 from mpfs.repository import Repository
 from mpfs.testing.checkpoints import TensorContent, safetensors_bytes, write
 from mpfs.testing.containers import (
@@ -114,8 +115,41 @@ def test_a_merge_of_gguf_files(repository: Repository, tmp_path: Path) -> None:
     found, left, right = (repository.load(name) for name in ("merged", "a", "b"))
     assert torch.allclose(found["a.weight"], (left["a.weight"] + right["a.weight"]) / 2)
     assert torch.equal(found["token_embd.weight"], left["token_embd.weight"])
+    # b.weight is no BF16 any more, so the header would not be true.
     repository.checkout("merged", tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_merge_of_gguf_files_is_one_where_it_can(repository: Repository, tmp_path: Path, split: bool) -> None:
+    for seed, name in enumerate("ab"):
+        folder = write(tmp_path / name, {"m.gguf": model(seed), "README.md": b"x"})
+        if split:
+            part = gguf_bytes([GGUFTensor("other", GGUF_F32, (4,), bytes([seed]) * 16)], filler=b"\xaa")
+            (folder / "m.gguf").rename(folder / "m-00001-of-00002.gguf")
+            write(folder, {"m-00002-of-00002.gguf": part})
+        repository.import_checkpoint(folder, name)
+    recipe = {
+        "merge_method": "task_arithmetic",
+        "base_model": "a",
+        "models": [{"model": "b", "parameters": {"weight": 0.25}}],
+    }
+    repository.merge(recipe, into="merged")
+    repository.checkout("merged", tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        path.name for path in (tmp_path / "a").iterdir()
+    )
+    for path in sorted((tmp_path / "out").glob("*.gguf")):
+        before, after = gguf.read_header(tmp_path / "a" / path.name), gguf.read_header(path)
+        assert before == after
+        old, new = (tmp_path / "a" / path.name).read_bytes(), path.read_bytes()
+        assert len(old) == len(new)
+        covered = [range(entry.start, entry.end) for entry in after[0].entries]
+        assert all(old[at] == new[at] for at in range(len(old)) if not any(at in run for run in covered))
+    found, left, right = (repository.load(name) for name in ("merged", "a", "b"))
+    assert torch.allclose(found["a.weight"], left["a.weight"] * 0.75 + right["a.weight"] * 0.25, atol=1e-6)
+    assert repository.import_checkpoint(tmp_path / "out", "again").snapshot == repository.show("merged").commit.snapshot
+    assert_clean(repository)
 
 
 def test_a_merge_of_quantised_weights_that_differ(repository: Repository, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from ingest_cases import assert_clean, directory_digests, new_repository, refused
@@ -91,25 +90,6 @@ class TestPublishedModels:
         for number, file in enumerate(files):
             repository.import_checkpoint(file, f"lpips/{number}")
             same_bits(repository.load(f"lpips/{number}"), state_of(file))
-
-    def test_torchani_shares_its_frozen_tensors(
-        self, repository: Repository, real_models: Callable[[str], Path], tmp_path: Path
-    ) -> None:
-        root = real_models("torchani") / "torchani/resources"
-        for member in range(8):
-            reports = []
-            for family in ("ani-1x_8x", "ani-1ccx_8x"):
-                networks = root / family / f"train{member}" / "networks"
-                raw = sorted([*networks.glob("*.wparam"), *networks.glob("*.bparam")])
-                tensors = {file.name: torch.from_numpy(np.fromfile(file, "<f4")) for file in raw}
-                assert len(tensors) == 32
-                path = tmp_path / f"{family}-{member}.safetensors"
-                save_file(tensors, path)
-                reports.append(repository.import_checkpoint(path, path.stem))
-                same_bits(repository.load(path.stem), tensors)
-            diff = repository.diff(f"ani-1x_8x-{member}", f"ani-1ccx_8x-{member}")
-            assert diff.summary["identical"] == diff.summary["changed"] == 16
-            assert reports[1].deduplicated_blocks >= 16
 
 
 class TestStateDicts:
