@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from .options import JsonOption
-from .refs import list_refs, show_ref
-from .session import Session
+from .refs import list_or_make
 
 
 def branch(
@@ -26,14 +25,4 @@ def branch(
         mpfs branch
         mpfs branch experiment merged~1
     """
-    from mpfs.errors import UsageError
-
-    session = Session.of(ctx)
-    out = session.output(as_json)
-    with session.open() as repository:
-        if name is None:
-            list_refs(out, repository, "branch")
-        elif revision is None:
-            raise UsageError(f"branch {name}: at what? 'mpfs branch {name} COMMIT' makes it at a ref or commit")
-        else:
-            show_ref(out, repository.branch(name, revision))
+    list_or_make(ctx, "branch", name, revision, as_json)

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from .options import JsonOption
-from .refs import list_refs, show_ref
-from .session import Session
+from .refs import list_or_make
 
 
 def tag(
@@ -26,14 +25,4 @@ def tag(
         mpfs tag
         mpfs tag v1.0 merged
     """
-    from mpfs.errors import UsageError
-
-    session = Session.of(ctx)
-    out = session.output(as_json)
-    with session.open() as repository:
-        if name is None:
-            list_refs(out, repository, "tag")
-        elif revision is None:
-            raise UsageError(f"tag {name}: at what? 'mpfs tag {name} COMMIT' makes it at a ref or commit")
-        else:
-            show_ref(out, repository.tag(name, revision))
+    list_or_make(ctx, "tag", name, revision, as_json)

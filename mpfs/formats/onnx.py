@@ -18,6 +18,7 @@ from mpfs.errors import FormatError
 from mpfs.formats import sniff
 from mpfs.formats.location import RemoteLocation, opened
 from mpfs.formats.messages import show
+from mpfs.formats.safetensors import TensorEntry
 from mpfs.objects.dtypes import nbytes
 
 DTYPES: Mapping[int, str] = {
@@ -50,27 +51,11 @@ _MAX_NAME = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """An initialiser. `start` and `end` are byte offsets in the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it in the file."""
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
 class Model:
-    """A model's initialisers in the order of the file. `left` are the names of those that are kept as bytes of the file
-    only: their data is in other files, or is no plain run of numbers."""
+    """A model's initialisers in the order of the file, with their places in it: the whole file is data. `left` are the names
+    of those that are kept as bytes of the file only: their data is in other files, or is no plain run of numbers."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     left: tuple[str, ...]
     file_size: int
 
@@ -102,7 +87,7 @@ class _Found:
 
     def __init__(self, reader: _Reader) -> None:
         self._reader = reader
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self.left: list[str] = []
 
     def initialiser(self, end: int) -> None:
@@ -159,7 +144,7 @@ class _Found:
                 "file is damaged",
                 tensor=name,
             )
-        self.entries[name] = Entry(name, dtype, shape, *where)
+        self.entries[name] = TensorEntry(name, dtype, shape, *where)
 
 
 class _Reader:

@@ -257,7 +257,7 @@ def _onnx(path: str, location: Location, prefix: str, files: SourceFiles, found:
 
 
 def _with_gaps(
-    entries: Sequence[gguf.Entry | onnx.Entry], at: int, file: SourceFile
+    entries: Sequence[gguf.Entry | safetensors.TensorEntry], at: int, file: SourceFile
 ) -> Iterator[tuple[str | None, TensorJob]]:
     """The tensors of a file from a byte of it on, with what is between, before and after them."""
 
