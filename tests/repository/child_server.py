@@ -150,6 +150,7 @@ def _serve() -> None:
 
     import mpfs.ingest.commit
     import mpfs.merge.commit
+    import mpfs.merge.sweep.run
     import mpfs.vfs.checkout  # noqa: F401
     from mpfs.stats import block_stats
 
@@ -229,8 +230,10 @@ def _checks(repo: str) -> Mapping[str, object]:
         return {"problems": [str(problem) for problem in report.problems], "refs": refs}
 
 
-def _memory(repo: str, imports: dict[str, str], recipe: dict[str, Any], into: str) -> Mapping[str, object]:
-    """Import and merge while a thread watches how much anonymous memory there is, in bytes."""
+def _memory(
+    repo: str, imports: dict[str, str], recipe: dict[str, Any], into: str, values: dict[str, list[Any]] | None = None
+) -> Mapping[str, object]:
+    """Import and merge, or with `values` sweep, while a thread watches how much anonymous memory there is, in bytes."""
     from mpfs.repository import Repository
 
     peaks: dict[str, int] = {}
@@ -250,11 +253,14 @@ def _memory(repo: str, imports: dict[str, str], recipe: dict[str, Any], into: st
         for phase, source in imports.items():
             times[phase] = repository.import_checkpoint(source, phase).seconds
         phase = "merge"
-        report = repository.merge(recipe, into)
-        times[phase] = report.figures.seconds
+        if values is None:
+            figures = repository.merge(recipe, into).as_json()["run"]
+        else:
+            figures = repository.sweep(recipe, values, into).as_json()["run"]
+        times[phase] = figures["seconds"]
     done.set()
     watcher.join()
-    return {"peaks": peaks, "times": times, "computed": report.figures.blocks_computed}
+    return {"peaks": peaks, "times": times, "computed": figures["blocks_computed"]}
 
 
 def anonymous_memory() -> int:
@@ -268,6 +274,7 @@ def anonymous_memory() -> int:
 OPERATIONS: Mapping[str, Callable[..., Mapping[str, object]]] = {
     "import": _import,
     "merge": _merge,
+    "sweep": _sweep,
     "checks": _checks,
     "memory": _memory,
 }
