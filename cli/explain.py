@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .explained import run_facts, tensor_table
+from .explained import bound_facts, run_facts, tensor_table
 from .options import JsonOption
 from .output import HEAD
 from .session import Session
@@ -79,6 +79,7 @@ def explain(
             f"{format_size(plan.cost.expert_bytes_planned)} of {format_size(plan.cost.expert_bytes_full)}",
         ),
         ("fidelity predicted", f"{plan.fidelity_predicted:.4f}"),
+        *bound_facts(plan),
     ]
     out.line(("plan", HEAD))
     out.facts(facts)

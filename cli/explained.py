@@ -9,7 +9,7 @@ from .sizes import format_seconds, format_size
 
 if TYPE_CHECKING:
     from mpfs.history import Explanation
-    from mpfs.objects import Figures
+    from mpfs.objects import Figures, Plan
 
 _MOST_EXPERT_COLUMNS = 4
 _TITLE_LENGTH = 16
@@ -35,6 +35,21 @@ def run_facts(figures: Figures, predicted: float | None = None) -> list[tuple[st
         facts.insert(-1, ("fidelity predicted", f"{predicted:.4f}"))
     if figures.fidelity is not None:
         facts.insert(-1, ("fidelity measured", f"{figures.fidelity:.4f}"))
+    return facts
+
+
+def bound_facts(plan: Plan) -> list[tuple[str, str]]:
+    """The recipe's own budgets: what each allows, and what is read under it."""
+    facts = []
+    for bound in plan.bounds:
+        asked = f"fidelity {bound.budget.value:g}" if bound.limit is None else f"of {format_size(bound.limit)} allowed"
+        about = [] if bound.filter is None else [f"tensors with {bound.filter!r}"]
+        if bound.model is not None:
+            about.append(plan.models[bound.model].name)
+        where = f", {' of '.join(about)}" if about else ""
+        facts.append(
+            (bound.path, f"{format_size(bound.planned)} {asked}{where}; {format_size(bound.full)} without budgets")
+        )
     return facts
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .explained import tensor_table
+from .explained import bound_facts, tensor_table
 from .options import (
     BudgetOption,
     FidelityOption,
@@ -92,6 +92,7 @@ def _summary(out: Output, report: PlanReport) -> None:
         ("writes", f"at most {format_size(cost.bytes_written)}"),
         ("blocks", f"{cost.blocks_computed:,} computed, {cost.blocks_kept:,} kept from the base"),
         ("fidelity", f"{plan.fidelity_predicted:.4f} predicted"),
+        *bound_facts(plan),
     ]
     if report.seconds_estimated is not None:
         facts.append(("time", f"about {format_seconds(report.seconds_estimated)}, going by past runs"))

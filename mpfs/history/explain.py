@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from mpfs.objects import Figures, Plan, PlanTensor
 from mpfs.objects.encoding import Json
@@ -122,6 +122,6 @@ def _why(plan: Plan, tensor: PlanTensor, kept: float, experts: tuple[ExpertShare
         return "no delta" if tensor.energy <= 0.0 else "its delta is not worth the bytes under this budget"
     if all(item.columns_read == 0 for item in experts):
         return "computed from the base alone"
-    if plan.budget.kind == "none" or kept >= 1.0:
+    if (plan.budget.kind == "none" and not plan.bounds) or kept >= 1.0:
         return "read in full"
     return f"the columns that keep most of the delta for the bytes ({kept:.0%} of its energy)"

@@ -68,8 +68,12 @@ def check_plan(plan: Plan, models: Sequence[Model]) -> None:
         raise BadInputError("plan: two of its tensors have the same name")
     sizes: dict[BlockId, int] = {}
     known = [{item.identity: item for item in model.tensors.values()} for model in models]
+    reads: dict[str, list[tuple[int, dict[BlockId, int]]]] = {}
     for tensor in plan.tensors:
-        sizes.update(_check_tensor(plan, tensor, known, operator))
+        reads[tensor.name] = _check_tensor(plan, tensor, known, operator)
+        for _, blocks in reads[tensor.name]:
+            sizes.update(blocks)
+    _check_bounds(plan, reads)
     total = sum(sizes.values())
     if plan.budget.kind == "bytes" and total > plan.budget.value:
         raise BadInputError(
@@ -77,10 +81,31 @@ def check_plan(plan: Plan, models: Sequence[Model]) -> None:
         )
 
 
+def _check_bounds(plan: Plan, reads: Mapping[str, Sequence[tuple[int, Mapping[BlockId, int]]]]) -> None:
+    """What is read under each budget of the recipe; `reads` are the blocks of each tensor, by model."""
+    left: dict[str, list[str]] = {}
+    for bound in plan.bounds:
+        # The rules of one place go together: the first one that fits a tensor's name counts.
+        names = left.setdefault(bound.path.rstrip("0123456789]").rstrip("["), list(reads))
+        mine = [name for name in names if bound.filter is None or bound.filter in name]
+        names[:] = [name for name in names if name not in set(mine)]
+        sizes: dict[BlockId, int] = {}
+        for name in mine:
+            for model, blocks in reads[name]:
+                if bound.model is None or model == bound.model:
+                    sizes.update(blocks)
+        total = sum(sizes.values())
+        if bound.limit is not None and total > bound.limit:
+            raise BadInputError(
+                f"plan: it reads {total:,} bytes where {bound.path} of its recipe allows {bound.limit:,}"
+            )
+
+
 def _check_tensor(
     plan: Plan, tensor: PlanTensor, known: Sequence[Mapping[ObjectId, ModelTensor]], operator: Operator
-) -> dict[BlockId, int]:
-    """The expert blocks that a planned tensor reads, with their sizes; `known` are the tensors of each model by id."""
+) -> list[tuple[int, dict[BlockId, int]]]:
+    """The expert blocks that a planned tensor reads of each model, with their sizes; `known` are the tensors of each
+    model by id."""
     everywhere = range(len(known))
 
     def fail(problem: str) -> BadInputError:
@@ -101,7 +126,7 @@ def _check_tensor(
             raise fail("it is kept, but nothing is named to keep")
         if found(tensor.base, everywhere).tensor.dtype != tensor.dtype:
             raise fail("it is kept, but with another dtype")
-        return {}
+        return []
     nothing = not tensor.experts and tensor.base is None
     if tensor.action != "compute" or tensor.dtype not in MERGEABLE or nothing:
         raise fail("it cannot be computed like this")
@@ -133,12 +158,17 @@ def _check_tensor(
         )
     if tensor.cuts and not _are_cuts(tensor, operator):
         raise fail("its cuts are not those of the method, or not within the tensor")
-    return {
-        block: size
-        for expert, selection in zip(experts, tensor.selections, strict=True)
-        for column in selection.columns()
-        for block, size in column_blocks(expert.tensor, column, tensor.column_elements, base)
-    }
+    return [
+        (
+            model,
+            {
+                block: size
+                for column in selection.columns()
+                for block, size in column_blocks(expert.tensor, column, tensor.column_elements, base)
+            },
+        )
+        for (model, _), expert, selection in zip(tensor.experts, experts, tensor.selections, strict=True)
+    ]
 
 
 def _are_cuts(tensor: PlanTensor, operator: Operator) -> bool:

@@ -300,7 +300,7 @@ def _measure(store: Store, plan: Plan) -> float:
     """How close to the same merge, of the same commits, without a budget."""
     full = make_plan(
         store,
-        recipe_from_mapping(plan.recipe),
+        recipe_from_mapping(plan.recipe).without_budgets(),
         [load_model(store, model.name, model.commit) for model in plan.models],
         budget=Budget(),
         policy="energy",

@@ -6,36 +6,28 @@ Reads statistics and block sizes, never a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isfinite
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpfs.errors import BudgetInfeasibleError, UsageError
+from mpfs.errors import UsageError
+from mpfs.merge.bounds import Chosen, choose_all, choose_under, choose_within, distinct_bytes, limit_of
 from mpfs.merge.inputs import Fit, TensorInputs, keeps_value
 from mpfs.merge.magnitudes import Histograms
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator
-from mpfs.merge.planner import Choice, Policy, choose, predicted_fidelity, rank
+from mpfs.merge.planner import Choice, Policy, predicted_fidelity
 from mpfs.merge.recipe import Recipe
-from mpfs.merge.weighing import Weighed, Weigher, blocks_in
-from mpfs.objects import BlockId, Budget, Cost, Cut, Plan, PlanTensor, Selection, Tensor
+from mpfs.merge.weighing import Weigher, blocks_in
+from mpfs.objects import BlockId, Bound, Budget, Cost, Cut, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.stats.stored import blocks_per_column
 from mpfs.store import BlockReader
 from mpfs.store.pairs import PairTable
 
-_ROUNDS = 8
-"""How often a budget is given out again that blocks in several places have left over."""
-
 COMPAT = "mergekit-0.1.5"
-
-Merged: TypeAlias = dict[str, Weighed]
-"""What is merged, by the output's names, in order."""
-
-Chosen: TypeAlias = dict[str, Choice]
-"""What is read of each."""
 
 
 def compile_plan(
@@ -58,13 +50,14 @@ def compile_plan(
         operator: the method.
         reader: for statistics and block sizes.
         block_size: the repository's, in bytes.
-        budget: what the expert reads may cost, or the fidelity wanted.
+        budget: what the expert reads may cost, or the fidelity wanted; the recipe's own budgets hold as well.
         policy: how blocks are chosen.
         seed: for the random policy and for methods that draw random numbers.
         pairs: exact distances, which are preferred to estimates where they are known.
 
     Raises:
-        BudgetInfeasibleError: the method must read more than the budget allows.
+        BudgetInfeasibleError: the method must read more than a budget allows.
+        FidelityInfeasibleError: a fidelity cannot be reached within the budgets.
         UsageError: a budget or fidelity that cannot be meant.
     """
     check_budget(budget)
@@ -74,14 +67,18 @@ def compile_plan(
     full = distinct_bytes(weighed, everything_read)
     limit = limit_of(budget, full)
     choices = everything_read
-    if budget.kind == "fidelity" or (limit is not None and limit < full):
-        fidelity = budget.value if budget.kind == "fidelity" else None
-        choices = choose_within(weighed, operator.name, limit, fidelity, policy, seed)
+    bounds: tuple[Bound, ...] = ()
+    if recipe.has_budgets:
+        refs = [model.ref for model in models]
+        choices, bounds = choose_under(weighed, recipe, refs, operator.name, budget, policy, seed)
+    elif budget.kind == "fidelity" or (limit is not None and limit < full):
+        choices = choose_within(weighed, operator.name, budget, limit, policy, seed)
     planned = distinct_bytes(weighed, choices)
     histograms = weigher.histograms
-    return write_plan(
+    plan = write_plan(
         recipe, models, fitted, operator, choices, full, planned, block_size, budget, policy, seed, histograms
     )
+    return replace(plan, bounds=bounds) if bounds else plan
 
 
 def write_plan(
@@ -134,74 +131,9 @@ def check_budget(budget: Budget) -> None:
         raise UsageError(f"a {what} of {asked}: it must be {allowed}")
 
 
-def limit_of(budget: Budget, full: int) -> int | None:
-    if budget.kind == "bytes":
-        return int(budget.value)
-    if budget.kind == "percent":
-        return int(full * budget.value / 100.0)
-    return None
-
-
-def choose_all(weighed: Merged) -> Chosen:
-    chosen = choose([item.candidates for item in weighed.values()])
-    return dict(zip(weighed, chosen.tensors, strict=True))
-
-
-def choose_within(
-    weighed: Merged, method: str, limit: int | None, fidelity: float | None, policy: Policy, seed: int
-) -> Chosen:
-    """What is read under a limit: all of what has no base to fall back to, and the planner's choice of the rest."""
-    forced = {name: item for name, item in weighed.items() if item.inputs.base is None}
-    free = {name: item for name, item in weighed.items() if item.inputs.base is not None}
-    chosen = choose_all(forced)
-    required = distinct_bytes(forced, chosen)
-    if limit is not None and required > limit:
-        raise BudgetInfeasibleError(
-            f"a budget of {limit:,} bytes is not enough: {method} must read {required:,} bytes of tensors that "
-            "have no base to stand in for them (name a base_model that has them, or raise the budget)",
-            required=required,
-            budget=limit,
-        )
-    ranked = rank([item.candidates for item in free.values()], policy=policy, seed=seed)
-
-    def choose_free(rest: int | None) -> Chosen:
-        choices = ranked.choose(budget=rest, fidelity=fidelity)
-        return {**chosen, **dict(zip(free, choices.tensors, strict=True))}
-
-    if limit is None:
-        return choose_free(None)
-    best = choose_free(limit - required)
-    # The planner counts a block in every place where it is read, but it is read once: what that saves is given out too.
-    for _ in range(_ROUNDS):
-        spare = limit - distinct_bytes(weighed, best)
-        counted = sum(int(item.candidates.cost[best[name].read].sum()) for name, item in free.items())
-        if counted <= limit - required - spare:
-            break
-        wider = choose_free(counted + spare)
-        if distinct_bytes(weighed, wider) > limit or _left_out(wider) >= _left_out(best):
-            break
-        best = wider
-    return best
-
-
-def _left_out(choices: Chosen) -> float:
-    return sum(choice.energy_left_out for choice in choices.values())
-
-
 def _fidelity(choices: Chosen) -> float:
     """Predicted, over all tensors; rounded so that it reads well."""
     return round(predicted_fidelity(choices.values()), 9)
-
-
-def distinct_bytes(weighed: Merged, choices: Chosen) -> int:
-    """Bytes of the distinct expert blocks that a choice reads."""
-    sizes: dict[BlockId, int] = {}
-    for name, item in weighed.items():
-        elements = item.inputs.column_elements
-        for index in np.flatnonzero(choices[name].read.any(axis=0)).tolist():
-            expert, read = item.inputs.experts[index][1], choices[name].read[:, index]
-            sizes.update(blocks_in(expert.tensor, read, elements, item.differing[index]))
-    return sum(sizes.values())
 
 
 def column_blocks(

@@ -76,7 +76,7 @@ class Choices:
 
 
 @dataclass(slots=True)
-class _Moves:
+class Moves:
     """All tensors' moves, as parallel arrays. `position` is the place in the column's chain, `key` what they are sorted
     by, least first; it does not fall along a chain."""
 
@@ -88,8 +88,8 @@ class _Moves:
     cost: IntArray
     experts: BoolArray
 
-    def take(self, order: IntArray) -> _Moves:
-        return _Moves(
+    def take(self, order: IntArray) -> Moves:
+        return Moves(
             self.tensor[order],
             self.column[order],
             self.position[order],
@@ -104,27 +104,27 @@ class _Moves:
 class Ranked:
     """Candidates with everything that could be read of them, in the order in which it is worth its bytes."""
 
-    _candidates: Sequence[Candidates]
-    _energy: list[FloatArray]
-    _moves: _Moves
+    candidates: Sequence[Candidates]
+    energy: list[FloatArray]
+    moves: Moves
 
     def choose(self, *, budget: int | None = None, fidelity: float | None = None) -> Choices:
         """Choose what to read; see `choose`."""
         total, change = self._totals()
-        moves = self._moves
+        moves = self.moves
         taken = _take(moves, budget, None if fidelity is None else change * (1.0 - fidelity) ** 2, total)
-        read: list[BoolArray] = [np.zeros(item.cost.shape, bool) for item in self._candidates]
+        read: list[BoolArray] = [np.zeros(item.cost.shape, bool) for item in self.candidates]
         for index in np.flatnonzero(taken).tolist():
             chosen = read[int(moves.tensor[index])]
             chosen[int(moves.column[index])] |= moves.experts[index, : chosen.shape[1]]
-        return _choices(self._candidates, self._energy, read)
+        return _choices(self.candidates, self.energy, read)
 
     def curve(self, points: int = 200) -> list[tuple[int, float]]:
         """What every budget would buy: (bytes read, predicted fidelity), from nothing to everything, at most so many
         points and the two ends."""
         total, change = self._totals()
-        spent = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._moves.cost)])
-        left = np.concatenate([np.full(1, total), total - np.cumsum(self._moves.gain)])
+        spent = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.moves.cost)])
+        left = np.concatenate([np.full(1, total), total - np.cumsum(self.moves.gain)])
         wanted = np.searchsorted(spent, np.linspace(0.0, float(spent[-1]), max(2, points)))
         places = np.unique(np.concatenate([[0], wanted, [len(spent) - 1]])).tolist()
         return [
@@ -135,7 +135,7 @@ class Ranked:
     def _totals(self) -> tuple[float, float]:
         """The energy of the deltas, and that of what the full merge changes."""
         total = change = 0.0
-        for item, column in zip(self._candidates, self._energy, strict=True):
+        for item, column in zip(self.candidates, self.energy, strict=True):
             energy = _ordered_sum(column)
             total += energy
             change += max(0.0, energy + item.drift)
@@ -212,7 +212,7 @@ def _loss(gram: FloatArray, left_out: BoolArray) -> FloatArray:
     return total
 
 
-def _chains(index: int, item: Candidates, policy: Policy, seed: int, width: int) -> _Moves:
+def _chains(index: int, item: Candidates, policy: Policy, seed: int, width: int) -> Moves:
     """The moves of one tensor, along each column's chain."""
     if policy == "layerwise":
         return _by_share(_chains(index, item, "energy", seed, width))
@@ -242,7 +242,7 @@ def _chains(index: int, item: Candidates, policy: Policy, seed: int, width: int)
     return _concatenate(_steps(index, order, gains, costs, step_keys, width), width)
 
 
-def _by_share(moves: _Moves) -> _Moves:
+def _by_share(moves: Moves) -> Moves:
     """A tensor's moves in the order that they have, keyed by the share of the tensor's bytes that they come to."""
     moves = moves.take(np.lexsort((moves.position, moves.column, moves.key)))
     spent = np.cumsum(moves.cost)
@@ -252,7 +252,7 @@ def _by_share(moves: _Moves) -> _Moves:
 
 def _steps(
     index: int, order: IntArray, gains: FloatArray, costs: IntArray, keys: FloatArray, width: int
-) -> list[_Moves]:
+) -> list[Moves]:
     """A move for each step of a chain that costs something."""
     parts = []
     for step in range(order.shape[1]):
@@ -271,9 +271,9 @@ def _moves(
     gain: FloatArray,
     cost: IntArray,
     experts: BoolArray,
-) -> _Moves:
+) -> Moves:
     count = len(columns)
-    return _Moves(np.full(count, index), columns, np.full(count, position), key, gain, cost, experts)
+    return Moves(np.full(count, index), columns, np.full(count, position), key, gain, cost, experts)
 
 
 def _forward(item: Candidates, given: IntArray | None = None) -> tuple[IntArray, FloatArray, IntArray]:
@@ -308,7 +308,7 @@ def _forward(item: Candidates, given: IntArray | None = None) -> tuple[IntArray,
     return order, gains, costs
 
 
-def _hull(index: int, order: IntArray, gains: FloatArray, costs: IntArray, width: int) -> _Moves:
+def _hull(index: int, order: IntArray, gains: FloatArray, costs: IntArray, width: int) -> Moves:
     """Join steps of a chain into moves of falling gain per byte (the upper concave envelope of gain over bytes).
 
     A step that gains nothing by itself but opens the way to one that does (deltas that cancel) is thus taken together
@@ -361,7 +361,7 @@ def _van_der_corput(count: int) -> FloatArray:
     return values
 
 
-def _take(moves: _Moves, budget: int | None, target: float | None, total: float) -> BoolArray:
+def _take(moves: Moves, budget: int | None, target: float | None, total: float) -> BoolArray:
     """Which moves are made: in order, those that still fit, until the energy left out is down to `target`."""
     taken = np.zeros(len(moves.tensor), bool)
     limit = len(taken)
@@ -423,10 +423,10 @@ def _ordered_sum(values: FloatArray) -> float:
     return float(np.cumsum(values)[-1]) if len(values) else 0.0
 
 
-def _concatenate(parts: Sequence[_Moves], width: int) -> _Moves:
+def _concatenate(parts: Sequence[Moves], width: int) -> Moves:
     none = np.zeros(0, np.int64)
-    everything = [*parts, _Moves(none, none, none, np.zeros(0), np.zeros(0), none, np.zeros((0, width), bool))]
-    return _Moves(
+    everything = [*parts, Moves(none, none, none, np.zeros(0), np.zeros(0), none, np.zeros((0, width), bool))]
+    return Moves(
         tensor=np.concatenate([part.tensor for part in everything]),
         column=np.concatenate([part.column for part in everything]),
         position=np.concatenate([part.position for part in everything]),

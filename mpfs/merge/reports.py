@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from mpfs.objects import Figures, ObjectId, Plan
 from mpfs.objects.encoding import Json
@@ -26,6 +26,7 @@ class PlanReport:
             "files_from": self.plan.models[self.plan.template].name,
             "notes": list(self.plan.notes),
             "renamed": {model: dict(names) for model, names in self.plan.renamed.items()},
+            "bounds": [asdict(bound) for bound in self.plan.bounds],
             "run": {
                 "expert_bytes_full": cost.expert_bytes_full,
                 "expert_bytes_planned": cost.expert_bytes_planned,

@@ -6,7 +6,7 @@ plain bytes, named by their XXH3-128.
 
 from mpfs.objects.commit import Commit, Input, ManifestFile
 from mpfs.objects.ids import BlockId, ObjectId, block_id, object_id
-from mpfs.objects.plan import Budget, Cost, Cut, ModelRef, Plan, PlanTensor, Selection
+from mpfs.objects.plan import Bound, Budget, Cost, Cut, ModelRef, Plan, PlanTensor, Selection
 from mpfs.objects.run import Figures, Run
 from mpfs.objects.snapshot import BlobFile, File, PartsFile, SafetensorsFile, Snapshot, TensorFile
 from mpfs.objects.tensor import Tensor
@@ -14,6 +14,7 @@ from mpfs.objects.tensor import Tensor
 __all__ = [
     "BlobFile",
     "BlockId",
+    "Bound",
     "Budget",
     "Commit",
     "Cost",

@@ -39,6 +39,25 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """A budget of the recipe, and what became of it.
+
+    `path` is where it stands in the recipe. It bounds what is read of one model (an index into the plan's) or of all
+    (None), for the tensors whose name contains `filter` (None: all), less those that an earlier rule of `path` took.
+    `full` is what a merge without budgets reads there, `limit` the most that may be read (None for a fidelity), and
+    `planned` what the plan reads, in bytes of distinct blocks.
+    """
+
+    path: str
+    model: int | None
+    filter: str | None
+    budget: Budget
+    full: int
+    limit: int | None
+    planned: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """Predicted cost. Bytes are stored bytes of distinct blocks; blocks count the output's blocks.
 
@@ -206,7 +225,8 @@ class Plan:
     method has one, and the model whose side files (config, tokenizer) the result takes. `work_dtype` is the dtype
     that the recipe asks arithmetic to run in, None for the inputs' own; `out_dtype` likewise for the result.
     `notes` are things that a person should know about the fit of the models. `renamed` has, by a model's name, those of
-    its tensors that are called otherwise in the output: its names to the output's. `fidelity_predicted` is
+    its tensors that are called otherwise in the output: its names to the output's. `bounds` are the recipe's own
+    budgets, which hold besides `budget`. `fidelity_predicted` is
     1 - |M_budget - M_full| / |M_full - base|, estimated (1 for a plan without a budget).
     """
 
@@ -227,6 +247,7 @@ class Plan:
     fidelity_predicted: float
     notes: tuple[str, ...] = ()
     renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    bounds: tuple[Bound, ...] = ()
 
     def as_json(self) -> Json:
         """The JSON form: what the canonical encoding encodes."""
@@ -251,6 +272,7 @@ class Plan:
             "notes": list(self.notes),
             # Only where there are any, so that plans without keep the ids that they had before there was the key.
             **({"renamed": {model: dict(names) for model, names in self.renamed.items()}} if self.renamed else {}),
+            **({"bounds": [asdict(bound) for bound in self.bounds]} if self.bounds else {}),
         }
 
     def encode(self) -> bytes:
@@ -286,6 +308,7 @@ class Plan:
                 fidelity_predicted=value["fidelity_predicted"],
                 notes=tuple(value["notes"]),
                 renamed={model: dict(names) for model, names in value.get("renamed", {}).items()},
+                bounds=tuple(Bound(**{**item, "budget": Budget(**item["budget"])}) for item in value.get("bounds", [])),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"malformed plan: {error!r}") from error

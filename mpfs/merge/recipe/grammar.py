@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from mpfs.errors import NotFoundError, RecipeError
 from mpfs.merge.operators import Operator, get_operator, operator_names, own_parameters
+from mpfs.merge.recipe.budget import read_budget
 from mpfs.merge.recipe.chat_templates import chat_template_problem
 from mpfs.merge.recipe.model import DTYPES, Recipe, RecipeModel, RecipeModule, RecipeSlice
 from mpfs.merge.recipe.problems import Problem, kind, near, problem
@@ -45,6 +46,7 @@ _WANTED = {
 class _Entry(Strict):
     model: str | ModelReference
     parameters: dict[str, Any] | None = None
+    budget: Any = None
 
 
 class _Source(_Entry):
@@ -77,6 +79,7 @@ class _Document(Strict):
     tokenizer: Any = None
     chat_template: str | None = None
     name: str | None = None
+    budget: Any = None
 
 
 _UNION_PARTS = ("str", ModelReference.__name__)
@@ -181,6 +184,7 @@ def _check(document: _Document, problems: list[Problem]) -> Recipe:
         name=document.name,
         tokenizer=read_tokenizer(document.tokenizer_source, document.tokenizer, problems),
         chat_template=document.chat_template or None,
+        budget=read_budget(document.budget, "budget", problems),
     )
 
 
@@ -252,7 +256,8 @@ class _Reader:
             layers = None
             if isinstance(entry, _Source):
                 layers = _layers(entry.layer_range, f"{where}.layer_range", self.problems)
-            models.append(RecipeModel(name, parameters, layers))
+            budget = read_budget(entry.budget, f"{where}.budget", self.problems)
+            models.append(RecipeModel(name, parameters, layers, budget))
         return tuple(models)
 
     def _check_models(

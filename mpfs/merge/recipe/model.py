@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from mpfs.merge.recipe.budget import BudgetRule, budget_as_json
 from mpfs.merge.recipe.tokenizer import RecipeTokenizer
 from mpfs.merge.recipe.values import Value, value_as_json
 from mpfs.objects.encoding import Json
@@ -17,19 +18,21 @@ DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F6
 class RecipeModel:
     """A model that goes into a merge: what it is called, and the parameters given for it.
 
-    In a slice it is a source, and `layers` are those that are taken of it, as a half-open range.
+    In a slice it is a source, and `layers` are those that are taken of it, as a half-open range. `budget` bounds what is
+    read of the model, wherever it is listed.
     """
 
     name: str
     parameters: Mapping[str, Value] = field(default_factory=dict)
     layers: tuple[int, int] | None = None
+    budget: tuple[BudgetRule, ...] = ()
 
     def as_json(self) -> Json:
-        """In mergekit's grammar."""
+        """In mergekit's grammar, but for the budget."""
         value: Json = {"model": self.name}
         if self.layers is not None:
             value["layer_range"] = list(self.layers)
-        return value | _parameters(self.parameters)
+        return value | _parameters(self.parameters) | budget_as_json(self.budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class Recipe:
     name: str | None = None
     tokenizer: RecipeTokenizer | None = None
     chat_template: str | None = None
+    budget: tuple[BudgetRule, ...] = ()
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -116,28 +120,58 @@ class Recipe:
         for part in self.all_slices():
             yield from part.sources
 
+    def located_sources(self) -> Iterator[tuple[str, RecipeModel]]:
+        """Every entry that names a model, with its key path."""
+        parts = [("", self.models, self.slices)]
+        parts += [(f"modules.{item.name}.", item.models, item.slices) for item in self.modules]
+        for path, models, slices in parts:
+            for index, entry in enumerate(models):
+                yield f"{path}models[{index}]", entry
+            for number, piece in enumerate(slices):
+                for index, entry in enumerate(piece.sources):
+                    yield f"{path}slices[{number}].sources[{index}]", entry
+
+    @property
+    def has_budgets(self) -> bool:
+        """Whether it bounds what is read, of anything."""
+        return bool(self.budget) or any(source.budget for source in self.sources())
+
+    def without_budgets(self) -> Recipe:
+        """The same recipe, with everything read."""
+        return replace(self._with_sources(lambda item: replace(item, budget=())), budget=())
+
     def renamed(self, names: Mapping[str, str]) -> Recipe:
         """The same recipe with other names for some models."""
-
-        def source(item: RecipeModel) -> RecipeModel:
-            return replace(item, name=names.get(item.name, item.name))
 
         def base(name: str | None) -> str | None:
             return None if name is None else names.get(name, name)
 
         def part(item: RecipeSlice) -> RecipeSlice:
-            return replace(item, sources=tuple(map(source, item.sources)), base=base(item.base))
+            return replace(item, base=base(item.base))
+
+        same = self._with_sources(lambda item: replace(item, name=names.get(item.name, item.name)))
+        return replace(
+            same,
+            slices=tuple(map(part, same.slices)),
+            modules=tuple(replace(item, slices=tuple(map(part, item.slices))) for item in same.modules),
+            base=base(self.base),
+            tokenizer=None if self.tokenizer is None else self.tokenizer.renamed(names),
+        )
+
+    def _with_sources(self, change: Callable[[RecipeModel], RecipeModel]) -> Recipe:
+        """The same recipe, with every entry that names a model changed."""
+
+        def part(item: RecipeSlice) -> RecipeSlice:
+            return replace(item, sources=tuple(map(change, item.sources)))
 
         def module(item: RecipeModule) -> RecipeModule:
-            return replace(item, models=tuple(map(source, item.models)), slices=tuple(map(part, item.slices)))
+            return replace(item, models=tuple(map(change, item.models)), slices=tuple(map(part, item.slices)))
 
         return replace(
             self,
-            models=tuple(map(source, self.models)),
+            models=tuple(map(change, self.models)),
             slices=tuple(map(part, self.slices)),
             modules=tuple(map(module, self.modules)),
-            base=base(self.base),
-            tokenizer=None if self.tokenizer is None else self.tokenizer.renamed(names),
         )
 
     def as_json(self) -> Json:
@@ -159,7 +193,7 @@ class Recipe:
             value["tokenizer"] = self.tokenizer.as_json()
         if self.chat_template is not None:
             value["chat_template"] = self.chat_template
-        return value
+        return value | budget_as_json(self.budget)
 
 
 def _contents(models: tuple[RecipeModel, ...], slices: tuple[RecipeSlice, ...]) -> Json:

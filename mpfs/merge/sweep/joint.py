@@ -14,17 +14,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from mpfs.errors import UsageError
+from mpfs.merge.bounds import Chosen, Merged, choose_all, choose_within, distinct_bytes, limit_of
 from mpfs.merge.commit import Fitting
-from mpfs.merge.compile import (
-    Chosen,
-    Merged,
-    check_budget,
-    choose_all,
-    choose_within,
-    distinct_bytes,
-    limit_of,
-    write_plan,
-)
+from mpfs.merge.compile import check_budget, write_plan
 from mpfs.merge.inputs import TensorInputs
 from mpfs.merge.planner import Candidates, Policy, judge
 from mpfs.merge.recipe import Recipe
@@ -96,6 +89,10 @@ def plan_together(parts: Sequence[Part], weigher: Weigher, *, block_size: int, b
         UsageError: a budget that cannot be meant.
     """
     check_budget(budget)
+    if any(part.recipe.has_budgets for part in parts):
+        raise UsageError(
+            "merges under one budget cannot have budgets of their own: leave out the recipe's key `budget`, or the budget"
+        )
     units = _units(parts, weigher)
     joint: Merged = {name: unit.weighed() for name, unit in units.items()}
     chosen = choose_all(joint)
@@ -103,7 +100,7 @@ def plan_together(parts: Sequence[Part], weigher: Weigher, *, block_size: int, b
     limit = limit_of(budget, full)
     if limit is not None and limit < full:
         methods = ", ".join(dict.fromkeys(part.recipe.method for part in parts))
-        chosen = choose_within(joint, methods, limit, None, parts[0].policy, parts[0].seed)
+        chosen = choose_within(joint, methods, budget, limit, parts[0].policy, parts[0].seed)
     return [_plan(part, weigher, units, chosen, block_size, budget, limit) for part in parts]
 
 
