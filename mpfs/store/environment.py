@@ -20,6 +20,7 @@ import lmdb
 import numpy as np
 
 from mpfs.errors import LockedError, MPFSError, NotARepositoryError
+from mpfs.store.ahead import RoomAhead
 from mpfs.store.config import Config, Stamp, read_config, stamp, sync_directory
 from mpfs.store.failures import MAX_READERS, translate
 from mpfs.store.filesystem import mapping_start
@@ -62,6 +63,7 @@ class _Handle:
         self.map_size = map_size
         self.active = 0
         self.map_start: int | None = None
+        self.ahead = RoomAhead(path / "data.mdb")
         with opening(path):
             self.env = lmdb.open(
                 str(path),
@@ -345,6 +347,13 @@ class Environment:
         """Bytes of data.mdb."""
         return os.fstat(self._handle.fd).st_size
 
+    def give_room_back(self) -> None:
+        """Give back the space that writers have taken ahead (`Transaction.take_room`) and that nobody needs now."""
+        if self._handle.ahead.taken:
+            # In a transaction, so that nobody makes the file larger at the same time.
+            with self.write():
+                self._handle.ahead.give_back()
+
     def used_size(self) -> int:
         """Bytes of data.mdb that are in use; the rest is free for new blocks, and given back by a compaction."""
         with self.read() as txn:
@@ -462,6 +471,11 @@ class Transaction:
             if not found or not bytes(cursor.key()).startswith(prefix):
                 return None
             return bytes(cursor.key()), cast("memoryview", cursor.value())
+
+    def take_room(self, size: int) -> None:
+        """In a write transaction that will write about `size` bytes: let the file system find the space at once."""
+        used = (int(self._handle.env.info()["last_pgno"]) + 1) * int(self._handle.env.stat()["psize"])
+        self._handle.ahead.take(used, size + size // 16)
 
     def count(self, database: str) -> int:
         """Number of keys."""

@@ -11,10 +11,11 @@ import threading
 import time as clock
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-from mpfs.errors import IntegrityError
+from mpfs.errors import IntegrityError, MPFSError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
 from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
 from mpfs.store.blocks import RAW, BlockInfo, read_ahead, stats_key
@@ -118,6 +119,9 @@ class Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
+        # What is left there is in nobody's way: the next writer uses it, a compaction gives it back.
+        with suppress(MPFSError):
+            self._environment.give_room_back()
 
     def put_block(self, staged: StagedBlock, figures: WriteFigures | None = None) -> None:
         """Stage a block. Durable after the next `flush` or `publish`, and then also counted in `figures`.
@@ -232,6 +236,7 @@ class Writer:
         # A block that is there already will be compared, page by page; if it is not in memory, all are read at once.
         read_ahead(self._environment, [staged.block for staged in batch.blocks])
         with self._environment.write(needed=batch.nbytes) as txn:
+            txn.take_room(batch.nbytes)
             self._place(txn)
             for staged in batch.blocks:
                 new.append(_put_block(txn, staged))
