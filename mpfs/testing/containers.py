@@ -1,4 +1,4 @@
-"""GGUF files, .npz archives and torch files for tests: hypothesis strategies for valid ones, and ways to damage them.
+"""GGUF, .npz, ONNX and NeuroChem files for tests: hypothesis strategies for valid ones, ways to damage them, and bombs.
 
 As in `mpfs.testing.checkpoints`: what the strategies make is valid and often odd, and no reader may take what a damage
 makes for whole. Needs hypothesis.
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
 from mpfs.formats.gguf import TYPES
@@ -385,56 +384,3 @@ def tar_gz_bomb(name: str, size: int) -> bytes:
     head = info.tobuf()
     trailer = struct.pack("<LL", 0, (len(head) + size) & 0xFFFFFFFF)
     return b"\x1f\x8b\x08\0\0\0\0\0\x02\xff" + deflated_zeros(head, size) + trailer
-
-
-# -- torch ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TorchContent:
-    """A torch file, and what an import is to find in it. `key` is what --key has to say, if anything."""
-
-    data: bytes
-    state: Mapping[str, torch.Tensor]
-    key: str | None
-
-
-def torch_bytes(value: object, *, legacy: bool = False) -> bytes:
-    """What torch.save writes; `legacy` is the format before torch 1.6."""
-    stream = io.BytesIO()
-    torch.save(value, stream, _use_new_zipfile_serialization=not legacy)
-    return stream.getvalue()
-
-
-@st.composite
-def torch_files(draw: st.DrawFn) -> TorchContent:
-    """A torch file with views, tied and expanded tensors and ones in any order of dimensions; plain, in a training
-    checkpoint, or beside other state dicts."""
-    names = draw(st.lists(st.text("abc._", min_size=1, max_size=8), unique=True, min_size=1, max_size=6))
-    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
-    state: dict[str, torch.Tensor] = {}
-    for name in names:
-        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-        tensor = torch.randn((6, 10), generator=generator).to(draw(st.sampled_from(dtypes)))
-        shape = draw(st.sampled_from(["as it is", "transposed", "a slice", "expanded", "tied", "a scalar", "empty"]))
-        state[name] = {
-            "as it is": tensor,
-            "transposed": tensor.t(),
-            "a slice": tensor[1:4, ::3],
-            "expanded": tensor[:1].expand(6, 10),
-            "tied": next(iter(state.values()), tensor),
-            "a scalar": tensor[2, 3],
-            "empty": tensor[:0],
-        }[shape]
-    kind = draw(st.sampled_from(["plain", "training", "several"]))
-    value: object = state
-    key = None
-    if kind == "training":
-        value = {
-            "model": state,
-            "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]},
-            "epoch": 3,
-        }
-    elif kind == "several":
-        value, key = {"model": {"x": torch.ones(2)}, "ema": state}, "ema"
-    return TorchContent(torch_bytes(value, legacy=draw(st.booleans())), state, key)

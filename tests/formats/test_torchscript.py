@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from mpfs.errors import FormatError, MPFSError, NotFoundError, UnsafeInputError
 from mpfs.formats.torch_file import StateDict, read_state_dict, tensor_bytes
 from mpfs.repository import Repository
+from mpfs.testing.torch_checkpoints import with_records
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
@@ -93,17 +94,6 @@ def read(tmp_path: Path, content: bytes, key: str | None = None) -> StateDict:
     path = tmp_path / "program.pt"
     path.write_bytes(content)
     return read_state_dict(path, key)
-
-
-def edited(content: bytes, edit: Callable[[str, bytes], bytes | None]) -> bytes:
-    """The archive with other contents of its records; None leaves one out."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w") as new:
-        for record in old.infolist():
-            changed = edit(record.filename.partition("/")[2], old.read(record))
-            if changed is not None:
-                new.writestr(record.filename, changed, record.compress_type)
-    return out.getvalue()
 
 
 @pytest.mark.parametrize("trace", [False, True])
@@ -194,7 +184,7 @@ class TestHostile:
 
                 return (os.system, (f"touch {mark}",))
 
-        evil = edited(content, lambda name, old: pickle.dumps(Payload(), 2) if name == "data.pkl" else old)
+        evil = with_records(content, lambda name, old: pickle.dumps(Payload(), 2) if name == "data.pkl" else old)
         with pytest.raises(UnsafeInputError, match=r"system") as caught:
             read(tmp_path, evil)
         assert str(caught.value.details["global"]).endswith("system")
@@ -204,7 +194,7 @@ class TestHostile:
         def edit(name: str, old: bytes) -> bytes:
             return old + b"\nthis is no code; import os; os.abort()\n" if name.endswith(".py") else old
 
-        assert sorted(read(tmp_path, edited(content, edit)).tensors) == sorted(net.state_dict())
+        assert sorted(read(tmp_path, with_records(content, edit)).tensors) == sorted(net.state_dict())
 
     @pytest.mark.parametrize(
         ("record", "change", "message"),
@@ -233,13 +223,13 @@ class TestHostile:
             return change(old) if is_it else old
 
         with pytest.raises(FormatError, match=message):
-            read(tmp_path, edited(content, edit))
+            read(tmp_path, with_records(content, edit))
 
     def test_a_tensor_past_the_end_of_its_storage(self, tmp_path: Path) -> None:
         module = torch.nn.Module()
         module.register_buffer("w", torch.zeros(1000))
         # The pickle says that it has 1000 elements: BININT2, little-endian. The record stays as it is.
-        evil = edited(
+        evil = with_records(
             saved(_Called(module)),
             lambda name, old: old.replace(b"M\xe8\x03", b"M\xe9\x03") if name == "data.pkl" else old,
         )
@@ -297,7 +287,7 @@ class TestHostile:
 
         with tempfile.TemporaryDirectory() as folder:
             try:
-                state = read(Path(folder), edited(content, edit))
+                state = read(Path(folder), with_records(content, edit))
             except MPFSError:
                 return
             for tensor in state.tensors.values():

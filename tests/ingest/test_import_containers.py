@@ -25,12 +25,18 @@ from mpfs.testing.containers import (
     GGUF_Q4_K,
     NPZ_DAMAGES,
     GGUFTensor,
-    TorchContent,
     gguf_bytes,
     gguf_files,
     npz_arrays,
     npz_bytes,
+)
+from mpfs.testing.torch_checkpoints import (
+    TORCH_DAMAGES,
+    TorchContent,
+    torch_bytes,
     torch_files,
+    torchscript_bytes,
+    torchscript_files,
 )
 
 numbers = itertools.count()
@@ -218,13 +224,11 @@ def test_any_npz_archive(
     shutil.rmtree(folder)
 
 
-@settings(max_examples=40)
-@given(content=torch_files())
-def test_any_torch_file(shared: Repository, tmp_path_factory: pytest.TempPathFactory, content: TorchContent) -> None:
-    folder = tmp_path_factory.mktemp("x")
+def comes_back(repository: Repository, folder: Path, content: TorchContent) -> None:
+    """A torch file's tensors are in the repository as they are in the file."""
     write(folder, {"m.pt": content.data})
-    report = shared.import_checkpoint(folder / "m.pt", f"torch/{next(numbers)}", key=content.key)
-    loaded = shared.load(report.commit)
+    report = repository.import_checkpoint(folder / "m.pt", f"torch/{next(numbers)}", key=content.key)
+    loaded = repository.load(report.commit)
     assert sorted(loaded) == sorted(content.state)
     for name, tensor in content.state.items():
         assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
@@ -232,6 +236,31 @@ def test_any_torch_file(shared: Repository, tmp_path_factory: pytest.TempPathFac
             loaded[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
         )
     shutil.rmtree(folder)
+
+
+@settings(max_examples=40)
+@given(content=torch_files())
+def test_any_torch_file(shared: Repository, tmp_path_factory: pytest.TempPathFactory, content: TorchContent) -> None:
+    comes_back(shared, tmp_path_factory.mktemp("x"), content)
+
+
+@settings(max_examples=25)
+@given(content=torchscript_files())
+def test_any_torchscript_program(
+    shared: Repository, tmp_path_factory: pytest.TempPathFactory, content: TorchContent
+) -> None:
+    comes_back(shared, tmp_path_factory.mktemp("x"), content)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("damage", TORCH_DAMAGES)
+@pytest.mark.parametrize("kind", ["state dict", "program"])
+def test_damaged_torch_files_change_nothing(repository: Repository, tmp_path: Path, damage: str, kind: str) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(20))
+    content = torch_bytes(module.state_dict()) if kind == "state dict" else torchscript_bytes(module)
+    write(tmp_path, {"m.pt": TORCH_DAMAGES[damage](content)})
+    with refused(repository, FormatError):
+        repository.import_checkpoint(tmp_path / "m.pt", "main")
 
 
 @pytest.mark.parametrize("damage", NPZ_DAMAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from merge_cases import Lab
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from mpfs.errors import BadInputError, NotFoundError
 from mpfs.formats.peft import read_adapter
 from mpfs.merge.derived import PREFIX
+from mpfs.repository import Repository
+from mpfs.testing.checkpoints import read, write
+from mpfs.testing.torch_checkpoints import PEFT_DAMAGES, AdapterContent, peft_adapters, peft_bytes
 
 pytest_plugins = ["merge_fixtures"]
 
@@ -165,3 +170,43 @@ def test_names_with_and_without_the_model_before_them() -> None:
         assert found.low_rank[0].scale == 2.0
     with pytest.raises(BadInputError, match="it has no tensors"):
         read_adapter(CONFIG, {}, MODEL)
+
+
+def merged_with(repository: Repository, folder: Path, content: AdapterContent) -> dict[str, torch.Tensor]:
+    """The model with the adapter, both imported from files."""
+    write(folder / "model", {"model.safetensors": save(dict(content.model))})
+    write(folder / "adapter", content.files)
+    repository.import_checkpoint(folder / "model", "model")
+    repository.import_checkpoint(folder / "adapter", "adapter")
+    repository.checkout("adapter", folder / "out")
+    assert read(folder / "out") == content.files
+    repository.merge(passed_through("model+adapter"), "merged")
+    return repository.load("merged")
+
+
+@settings(max_examples=25)
+@given(content=peft_adapters())
+def test_any_adapter(tmp_path_factory: pytest.TempPathFactory, content: AdapterContent) -> None:
+    folder = tmp_path_factory.mktemp("x")
+    with Repository.create(folder / "repo", block_size=4096, map_size=1 << 30, author="tester") as repository:
+        found = merged_with(repository, folder, content)
+        assert sorted(found) == sorted(content.expected)
+        for name, tensor in content.expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=2e-6, atol=2e-5)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("damage", PEFT_DAMAGES)
+def test_damaged_adapters_make_nothing(lab: Lab, damage: str) -> None:
+    tensors = {"q.lora_A.weight": torch.ones(2, 5), "q.lora_B.weight": torch.ones(6, 2)}
+    config: dict[str, Any] = {"r": 2, "lora_alpha": 4}
+    model = {"q.weight": torch.zeros(6, 5)}
+    whole = AdapterContent(peft_bytes(tensors, config), model, {})
+    assert merged_with(lab.repository, lab.root / "whole", whole)["q.weight"].tolist() == [[4.0] * 5] * 6
+    PEFT_DAMAGES[damage](tensors, config)
+    write(lab.root / "broken", peft_bytes(tensors, config))
+    lab.repository.import_checkpoint(lab.root / "broken", "adapter")
+    before = lab.repository.refs()
+    with pytest.raises(BadInputError):
+        lab.repository.merge(passed_through("model+adapter"), "merged")
+    assert lab.repository.refs() == before
