@@ -88,13 +88,13 @@ def ingest(
         found = look_at(source, Choice(key, strip_prefix, everything), files)
         found.incoming.sort(key=lambda item: item.path)
         _refuse_impossible(source, found.incoming)
+        found.notes.extend(portable.notes(item.path for item in found.incoming))
         staging = _Staging(found, writer, block_size, known_to, base)
         if space_of is not None:
             _require_room(space_of, source, Choice(key, strip_prefix, everything), staging, threads)
         # Closed before the files are: when this fails no worker may still be reading.
         with closing(staging.run(threads, progress)) as described:
             snapshot = Snapshot(tuple(described))
-        found.notes.extend(portable.notes(item.path for item in found.incoming))
         manifest = staging.manifest()
         files.check_unchanged()
     return Ingested(
