@@ -37,7 +37,7 @@ def anarcii(repository: Repository, scratch: Path) -> Family:
     """A sequence model for antibodies, and its fine-tune for sharks' (f32)."""
     models = real_package("anarcii") / "anarcii/models"
     repository.import_checkpoint(models / "antibody/antibody_4_2_128_512.pt", BASE)
-    repository.import_checkpoint(models / "shark/shark_4_2_128_512.pt", "shark", base=BASE)
+    repository.import_checkpoint(models / "shark/shark_4_2_128_512.pt", "shark")
     return Family("anarcii, antibody → shark", (("shark", 0.8),))
 
 
@@ -46,7 +46,7 @@ def chgnet(repository: Repository, scratch: Path) -> Family:
     models = real_package("chgnet") / "chgnet/pretrained"
     repository.import_checkpoint(models / "0.3.0/chgnet_0.3.0_e29f68s314m37.pth.tar", BASE)
     tuned = models / "r2scan/chgnet_r2scan_transfer_learning_e15f36s161m23.pth.tar"
-    repository.import_checkpoint(tuned, "r2scan", base=BASE)
+    repository.import_checkpoint(tuned, "r2scan")
     return Family("chgnet, 0.3.0 → r2scan", (("r2scan", 0.8),))
 
 

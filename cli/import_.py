@@ -28,7 +28,7 @@ def import_checkpoint(
         typer.Option(
             "--base",
             metavar="REF",
-            help="What it was fine-tuned from; kept with the commit. 'auto': the nearest model.",
+            help="What it was fine-tuned from: kept with the commit, and compared with on the way. 'auto': the nearest model.",
         ),
     ] = None,
     delta_of: Annotated[
@@ -65,7 +65,8 @@ def import_checkpoint(
     """Import a checkpoint to a branch.
 
     Blocks that are in the repository already are not stored again, and files that did not change since an earlier import
-    are not read again. Torch files are read without running code.
+    are not read again. Torch files are read without running code. With --base, how each tensor differs from the base's is
+    measured in the same pass, for better plans.
 
         mpfs import ./Qwen3-0.6B --as qwen3
         mpfs import tuned/model.safetensors --as math --base qwen3 -m "math expert, epoch 3"
