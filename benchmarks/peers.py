@@ -2,7 +2,8 @@
 
 Both run as a user runs them, one process a merge, sides alternating. mergekit writes a directory; MPFS merges out of
 its repository and commits (`merge`), and checks the result out as well (`merge + checkout`). The floors are `cat` of
-all inputs and `cp` + sync of one output.
+all inputs and `cp` + sync of one output. Warm means that a side's inputs were read just before it; cold, that the
+kernel's caches were dropped.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import yaml
 from numpy.typing import NDArray
 
 import mpfs
+from benchmarks.bars import Group, draw
 from benchmarks.measure import machine, median, spread
 from mpfs.formats.safetensors import read_header
 from mpfs.testing.synthetic import QWEN3_600M, QWEN3_TINY, Architecture, write_model
@@ -71,13 +73,21 @@ def run(command: list[str]) -> Ran:
     return Ran(seconds, peak, read)
 
 
-def recipe(method: str, names: list[str], base: str) -> dict[str, object]:
+def recipe(method: str, names: list[str], base: str, density: object = 0.5) -> dict[str, object]:
     """The recipe that both get; models are named as each side names them."""
-    density = {} if method in ("linear", "task_arithmetic") else {"density": 0.5}
-    models = [{"model": name, "parameters": {"weight": 1.0 / len(names), **density}} for name in names]
-    if method == "linear":
-        return {"merge_method": method, "models": models, "dtype": "bfloat16"}
-    return {"merge_method": method, "base_model": base, "models": models, "dtype": "bfloat16"}
+    shared: dict[str, object] = {"base_model": base}
+    parameters: dict[str, object] = {"weight": 1.0 / len(names)}
+    if method == "slerp":
+        shared["parameters"] = {"t": 0.4}
+        parameters = {}
+    elif method == "linear":
+        shared = {}
+    elif method != "task_arithmetic":
+        parameters["density"] = density
+    models = [{"model": name, "parameters": parameters} for name in names]
+    if method == "slerp":
+        models.insert(0, {"model": base, "parameters": {}})
+    return {"merge_method": method, **shared, "models": models, "dtype": "bfloat16"}
 
 
 def drop_caches() -> None:
@@ -112,17 +122,21 @@ def _tensors(directory: Path) -> dict[str, NDArray[np.uint16]]:
 class Contest:
     """The two sides over one family of models."""
 
-    def __init__(self, scratch: Path, mergekit: Path, experts: int, architecture: Architecture) -> None:
+    def __init__(
+        self, scratch: Path, mergekit: Path, experts: int, architecture: Architecture, models: Path, cold: bool
+    ) -> None:
         self.scratch = scratch
         self.mergekit = mergekit
+        self.cold = cold
         self.mpfs = [str(Path(sys.executable).with_name("mpfs")), "-q", "-r", str(scratch / "repository")]
         self.names = [f"m{number}" for number in range(experts + 1)]
-        self.sources = [scratch / "models" / name for name in self.names]
+        self.sources = [models / name for name in self.names]
         self.runs: dict[str, list[Ran]] = {}
         self.equal: dict[str, str] = {}
         with mpfs.open(scratch / "repository", create=True) as repo:
             for number, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
-                write_model(source, architecture, seed=1, expert=number)
+                if not source.exists():
+                    write_model(source, architecture, seed=1, expert=number)
                 repo.import_checkpoint(source, name)
                 print(f"made and imported {name}", file=sys.stderr, flush=True)
         os.sync()
@@ -132,34 +146,38 @@ class Contest:
         self.runs.setdefault(name, []).append(ran)
         print(f"{name}: {ran.seconds:.2f} s, {ran.peak_anonymous // MIB} MiB", file=sys.stderr, flush=True)
 
-    def floors(self, cold: bool) -> None:
-        """What the disk can do."""
-        if cold:
+    def prepare(self, inputs: list[Path]) -> None:
+        """Bring the kernel's cache into the state that a run starts from."""
+        if self.cold:
             drop_caches()
-        files = [str(source / "model.safetensors") for source in self.sources]
-        self.note("cat of all inputs", run(["cat", *files]))
+        else:
+            subprocess.run(["cat", *inputs], check=True, stdout=subprocess.DEVNULL)
+
+    def floors(self, count: int) -> None:
+        """What the disk can do."""
+        files = [source / "model.safetensors" for source in self.sources[: count + 1]]
+        self.prepare(files)
+        self.note(f"cat of the inputs, {count} experts", run(["cat", *map(str, files)]))
         copy = self.scratch / "copy"
         command = f"cp {files[0]} {copy} && sync {copy}"
         self.note("cp + sync of one model", run(["sh", "-c", command]))
         copy.unlink()
 
-    def merge(self, method: str, count: int, *, cold: bool, peer: bool, budgets: list[int]) -> None:
+    def merge(self, method: str, count: int, budgets: list[int]) -> None:
         """One round of a method with so many experts."""
-        label = f"{method}, {count} experts"
-        mine, theirs = self.scratch / "mine.yml", self.scratch / "theirs.yml"
-        experts = self.names[1 : count + 1]
-        mine.write_text(yaml.safe_dump(recipe(method, experts, self.names[0])), encoding="utf-8")
+        label = f"{method}, {count} experts" if count > 1 else f"{method}, 1 expert"
+        mine, changed, theirs = (self.scratch / f"{name}.yml" for name in ("mine", "changed", "theirs"))
+        base, experts = self.names[0], self.names[1 : count + 1]
+        mine.write_text(yaml.safe_dump(recipe(method, experts, base)), encoding="utf-8")
         paths = [str(source) for source in self.sources]
         theirs.write_text(yaml.safe_dump(recipe(method, paths[1 : count + 1], paths[0])), encoding="utf-8")
         out, expected = self.scratch / "out", self.scratch / "expected"
-        if peer:
-            if cold:
-                drop_caches()
-            command = [str(self.mergekit.with_name("mergekit-yaml")), str(theirs), str(expected), *MERGEKIT_OPTIONS]
-            self.note(f"{label}: mergekit", run(command))
-        if cold:
-            drop_caches()
+        self.prepare([source / "model.safetensors" for source in self.sources[: count + 1]])
+        command = [str(self.mergekit.with_name("mergekit-yaml")), str(theirs), str(expected), *MERGEKIT_OPTIONS]
+        self.note(f"{label}: mergekit", run(command))
+        store = sorted((self.scratch / "repository").rglob("data.mdb"))
         branch = label.replace(", ", "-").replace(" ", "-")
+        self.prepare(store)
         self.note(f"{label}: mpfs merge", run([*self.mpfs, "merge", str(mine), "--into", branch, "--no-reuse"]))
         checkout = run([*self.mpfs, "checkout", branch, str(out)])
         last = self.runs[f"{label}: mpfs merge"][-1]
@@ -167,22 +185,39 @@ class Contest:
         both = Ran(last.seconds + checkout.seconds, peak, last.read_bytes + checkout.read_bytes)
         self.note(f"{label}: mpfs merge + checkout", both)
         self.note(f"{label}: mpfs merge again", run([*self.mpfs, "merge", str(mine), "--into", f"{branch}-again"]))
-        if peer:
-            unequal, total = differing(out, expected)
-            self.equal[label] = f"{unequal:,} of {total:,} elements differ"
-            print(f"{label}: {self.equal[label]}", file=sys.stderr, flush=True)
-            shutil.rmtree(expected)
+        if "density" in str(mine.read_text(encoding="utf-8")):
+            # Another value each round: what an earlier round computed would be found.
+            density = [
+                {"filter": "layers.3.", "value": 0.4 - 0.01 * len(self.runs[f"{label}: mpfs merge"])},
+                {"value": 0.5},
+            ]
+            changed.write_text(yaml.safe_dump(recipe(method, experts, base, density)), encoding="utf-8")
+            command = [*self.mpfs, "merge", str(changed), "--into", f"{branch}-changed"]
+            self.note(f"{label}: mpfs merge, one layer's density changed", run(command))
+        unequal, total = differing(out, expected)
+        self.equal[label] = f"{unequal:,} of {total:,} elements differ"
+        print(f"{label}: {self.equal[label]}", file=sys.stderr, flush=True)
+        shutil.rmtree(expected)
         shutil.rmtree(out)
-        # linear has no base that could stand in for what a budget leaves out.
-        for budget in budgets if method != "linear" else []:
-            if cold:
-                drop_caches()
+        # linear and slerp have no base that could stand in for what a budget leaves out.
+        for budget in budgets if method not in ("linear", "slerp") else []:
+            self.prepare(store)
             command = [*self.mpfs, "merge", str(mine), "--into", f"{branch}-{budget}", "--no-reuse"]
             self.note(f"{label}: mpfs merge, budget {budget}%", run([*command, "--budget", f"{budget}%"]))
 
-    def report(self, cold: bool, rounds: int) -> None:
+    def picture(self, path: Path) -> None:
+        """Draw the medians of the merges."""
+        groups: dict[str, list[tuple[str, float]]] = {}
+        for name, runs in self.runs.items():
+            label, colon, what = name.partition(": ")
+            if colon:
+                groups.setdefault(label, []).append((what, median([item.seconds for item in runs])))
+        title = f"Seconds of a merge, {'cold' if self.cold else 'warm'} cache (logarithmic)"
+        draw(path, title, "s", [Group(label, bars) for label, bars in groups.items()])
+
+    def report(self, rounds: int) -> None:
         """Print a table: each row against mergekit's time for the same merge."""
-        print(f"{machine()}; {'cold' if cold else 'warm'} cache; {rounds} rounds: median (range)\n")
+        print(f"{machine()}; {'cold' if self.cold else 'warm'} cache; {rounds} rounds: median (range)\n")
         print("| operation | seconds | times faster than mergekit | peak anonymous memory | read from disk |")
         print("|---|---:|---:|---:|---:|")
         for name, runs in self.runs.items():
@@ -207,23 +242,38 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cold", action="store_true", help="drop the kernel's caches before each run (needs root)")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the benchmark itself")
     parser.add_argument("--scratch", type=Path, help="where to work (default: a temporary directory)")
+    parser.add_argument("--models", type=Path, help="where the models m0, m1, … are, or are made and left")
     parser.add_argument("--json", type=Path, help="also write the raw figures here")
+    parser.add_argument("--picture", type=Path, help="also draw the medians, as SVG, here")
     options = parser.parse_args(arguments)
     scratch = Path(tempfile.mkdtemp(prefix="mpfs-peers-", dir=options.scratch))
     try:
         architecture = QWEN3_TINY if options.tiny else QWEN3_600M
-        contest = Contest(scratch, options.mergekit, max(options.experts), architecture)
+        models = options.models or scratch / "models"
+        contest = Contest(scratch, options.mergekit, max(options.experts), architecture, models, options.cold)
         for _ in range(options.rounds):
-            contest.floors(options.cold)
+            for count in options.experts:
+                contest.floors(count)
             for method in options.methods:
-                for count in options.experts:
-                    contest.merge(method, count, cold=options.cold, peer=True, budgets=options.budgets)
-        contest.report(options.cold, options.rounds)
+                for count in options.experts if method != "slerp" else [1]:
+                    contest.merge(method, count, options.budgets)
+        contest.report(options.rounds)
         if options.json is not None:
             raw = {name: [asdict(item) for item in runs] for name, runs in contest.runs.items()}
-            options.json.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+            about = {"machine": machine(), "cold": options.cold, "versions": versions(options.mergekit)}
+            options.json.write_text(json.dumps({**about, "runs": raw}, indent=1) + "\n", encoding="utf-8")
+        if options.picture is not None:
+            contest.picture(options.picture)
     finally:
         shutil.rmtree(scratch)
+
+
+def versions(mergekit: Path) -> dict[str, str]:
+    """The versions of what takes part."""
+    asked = "import importlib.metadata as m; print(*(m.version(p) for p in ('mergekit', 'torch', 'safetensors')))"
+    answer = subprocess.run([str(mergekit), "-c", asked], check=True, capture_output=True, text=True).stdout.split()
+    theirs = dict(zip(("mergekit", "mergekit's torch", "mergekit's safetensors"), answer, strict=True))
+    return {"mpfs": mpfs.__version__, "python": sys.version.split()[0], **theirs}
 
 
 if __name__ == "__main__":

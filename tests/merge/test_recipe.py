@@ -14,6 +14,7 @@ from merge_cases import problems_of
 from mpfs.errors import NotFoundError, RecipeError
 from mpfs.merge.operators import operator_names
 from mpfs.merge.recipe import DTYPES, MAX_RECIPE_BYTES, Recipe, load_recipe, parse_recipe, recipe_from_mapping
+from mpfs.merge.recipe.documents import load_mapping
 
 GOOD = """
 merge_method: ties
@@ -181,6 +182,35 @@ def test_wrong_entries(entry: object) -> None:
     assert not any("_Model" in message or "_Entry" in message for message in found.values())
 
 
+def test_aliases_are_written_out() -> None:
+    plain = """
+merge_method: ties
+base_model: b
+models:
+  - {model: x, parameters: {weight: 0.5, density: 0.5}}
+  - {model: y, parameters: {weight: 0.25, density: 0.5}}
+dtype: bfloat16
+"""
+    short = """
+merge_method: ties
+base_model: b
+models:
+  - model: x
+    parameters: &shared {weight: 0.5, density: 0.5}
+  - {model: y, parameters: {<<: *shared, weight: 0.25}}
+dtype: bfloat16
+"""
+    assert parse_recipe(short) == parse_recipe(plain)
+
+
+def test_what_an_alias_stands_for_is_not_shared(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yml"
+    file.write_text("a: &x {b: 1}\nc: *x\n", encoding="utf-8")
+    found = load_mapping(file)
+    found["a"]["b"] = 2
+    assert found == {"a": {"b": 2}, "c": {"b": 1}}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -190,7 +220,13 @@ def test_wrong_entries(entry: object) -> None:
         ("a: [1", "not valid YAML"),
         ("a: 1\nb: 2\na: 3", "'a' is there twice"),
         ("models:\n  - model: x\n    parameters: {weight: 1, weight: 2}", "'weight' is there twice"),
-        ("a: &x [1]\nb: *x", "aliases"),
+        ("a: &x [1, *x]", "inside what it stands for"),
+        ("a: *x", "not valid YAML"),
+        (
+            "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
+            "written out",
+        ),
+        ("a: &x {b: 1}\nc: {<<: *x, d: 1, d: 2}", "'d' is there twice"),
         ("a: !!python/object/apply:os.system ['true']", "not valid YAML"),
         ("a: !!python/name:os.system", "not valid YAML"),
         ("a: !unknown 1", "not valid YAML"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from mpfs.merge.recipe.model import Recipe
 from mpfs.merge.recipe.problems import kind, one_line, problem
 
 MAX_RECIPE_BYTES = 1 << 20
+MAX_RECIPE_NODES = 1 << 20
+"""Values in a document, with aliases written out. Text of the greatest length has fewer without them."""
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -104,7 +105,7 @@ def parse_values(text: str) -> list[Any]:
 def _mappings(text: str, where: str) -> list[dict[str, Any]]:
     """The documents of a text, as mappings."""
     try:
-        values = [value for value in yaml.load_all(text, _StrictLoader) if value is not None]
+        values = [_written_out(value) for value in yaml.load_all(text, _StrictLoader) if value is not None]
     except yaml.YAMLError as error:
         raise RecipeError(f"{where}: not valid YAML: {one_line(error)}") from error
     except RecursionError as error:
@@ -155,15 +156,39 @@ def _only(recipes: tuple[Recipe, ...], where: str) -> Recipe:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Plain data only, no aliases (they can blow up to gigabytes), no key twice."""
+    """Plain data only, aliases that stay small when they are written out, no key twice."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]  # untyped in PyYAML's stubs
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not allowed in a recipe", mark)
-        return super().compose_node(parent, index)
+        """The next node. What it takes written out is known before anything is built: aliases of aliases grow fast."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # untyped in PyYAML's stubs
+        node = super().compose_node(parent, index)
+        if node is None:
+            return None
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._sizes:
+                raise yaml.composer.ComposerError(
+                    None, None, f"the alias *{event.anchor} is inside what it stands for", event.start_mark
+                )
+            return node
+        size = 1
+        if isinstance(node, yaml.SequenceNode):
+            size += sum(self._sizes[item] for item in node.value)
+        elif isinstance(node, yaml.MappingNode):
+            size += sum(self._sizes[key] + self._sizes[value] for key, value in node.value)
+        if size > MAX_RECIPE_NODES:
+            raise yaml.composer.ComposerError(
+                None, None, f"with its aliases written out, it has over {MAX_RECIPE_NODES:,} values", event.start_mark
+            )
+        self._sizes[node] = size
+        return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping, checked before merge keys (`<<`) put others' keys beside its own."""
+        node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
@@ -172,4 +197,13 @@ class _StrictLoader(yaml.SafeLoader):
                         None, None, f"the key {key.value!r} is there twice", key.start_mark
                     )
                 seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
+
+
+def _written_out(value: Any) -> Any:
+    """The same with a copy wherever an alias stood: who changes one place must not change another."""
+    if isinstance(value, dict):
+        return {key: _written_out(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_written_out(item) for item in value]
+    return value
