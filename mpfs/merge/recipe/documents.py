@@ -165,13 +165,14 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """The next node. What it takes written out is known before anything is built: aliases of aliases grow fast."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # untyped in PyYAML's stubs
+        mark: Any = event.start_mark
         node = super().compose_node(parent, index)
         if node is None:
             return None
         if isinstance(event, yaml.AliasEvent):
             if node not in self._sizes:
                 raise yaml.composer.ComposerError(
-                    None, None, f"the alias *{event.anchor} is inside what it stands for", event.start_mark
+                    None, None, f"the alias *{event.anchor} is inside what it stands for", mark
                 )
             return node
         size = 1
@@ -181,7 +182,7 @@ class _StrictLoader(yaml.SafeLoader):
             size += sum(self._sizes[key] + self._sizes[value] for key, value in node.value)
         if size > MAX_RECIPE_NODES:
             raise yaml.composer.ComposerError(
-                None, None, f"with its aliases written out, it has over {MAX_RECIPE_NODES:,} values", event.start_mark
+                None, None, f"with its aliases written out, it has over {MAX_RECIPE_NODES:,} values", mark
             )
         self._sizes[node] = size
         return node
