@@ -92,14 +92,23 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, unit: Literal["bytes", "tensors", "records"]) -> Iterator[ProgressCallback | None]:
-        """A progress bar on stderr for the length of the block; None where there is no terminal to see it."""
+        """A progress bar on stderr for the length of the block; None where there is no terminal to see it.
+
+        Where kernels have to be compiled first, which stops the bar for seconds, that is said, too.
+        """
         if self.quiet or sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             yield None
             return
+        from mpfs.stats.native import on_compiling
+
         from .bars import bar
 
         with bar(clean(title), unit, sys.stderr) as callback:
-            yield callback
+            on_compiling(self.note)
+            try:
+                yield callback
+            finally:
+                on_compiling(None)
 
 
 def to_json(value: object) -> str:

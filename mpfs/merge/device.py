@@ -22,7 +22,7 @@ def check_device(device: str) -> None:
         raise UsageError(f"merges run on cpu or cuda, not on {device}", device=device)
     if found.type == "cpu":
         return
-    if not torch.backends.cuda.is_built():
+    if torch.version.cuda is None and torch.version.hip is None:
         raise UsageError(
             f"{device}: torch {torch.__version__} is built without CUDA; install a build with it, or leave the device out",
             device=device,

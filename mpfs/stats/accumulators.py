@@ -46,7 +46,7 @@ class Accumulators:
 
 
 class Backend(Protocol):
-    """The two passes over data, implemented by `mpfs.stats.reference` and by `mpfs.stats.kernels`, alike to the bit."""
+    """The two passes over data, implemented by `mpfs.stats.reference` and by `mpfs.stats.fast`, alike to the bit."""
 
     def accumulate(self, bits: Bits, dtype: str, first_group: int, into: Accumulators) -> None:
         """Advance `into` by whole groups: `bits` has shape (64·groups,), of the mergeable `dtype`."""

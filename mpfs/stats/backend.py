@@ -8,13 +8,14 @@ import warnings
 
 from mpfs.stats import reference
 from mpfs.stats.accumulators import Backend
+from mpfs.stats.decode import FORMATS
 
 _lock = threading.Lock()
 _chosen: Backend | None = None
 
 
 def backend() -> Backend:
-    """The implementation in use. The first call imports numba and compiles; it may take seconds."""
+    """The implementation in use. The first call of all compiles, which takes seconds (see `mpfs.stats.native`)."""
     global _chosen
     if _chosen is None:
         with _lock:
@@ -24,9 +25,13 @@ def backend() -> Backend:
 
 
 def warm_up() -> None:
-    """Compile the kernels now, so that the first block does not have to wait (seconds, once per installation:
-    numba keeps them on disk where it can). Does nothing without numba."""
-    backend()
+    """Compile the kernels now, so that the first block does not have to wait (seconds, once per installation: they are
+    kept on disk where they can be). Does nothing without numba."""
+    if kernels_available():
+        from mpfs.stats import fast
+
+        for dtype in FORMATS:
+            fast.warm_up(dtype)
 
 
 def kernels_available() -> bool:
@@ -38,11 +43,9 @@ def _choose() -> Backend:
     if sys.byteorder != "little":
         return reference
     try:
-        import numba  # type: ignore[import-untyped,unused-ignore]  # old versions ship no types
+        from mpfs.stats import fast
 
-        if getattr(numba.config, "DISABLE_JIT", False):
-            return reference
-        from mpfs.stats import kernels
+        fast.warm_up("BF16")
     except ImportError:
         return reference
     except Exception as error:  # a numba that does not fit numpy or the machine must not stop an import
@@ -50,4 +53,4 @@ def _choose() -> Backend:
             f"numba cannot compile the statistics kernels, numpy is used: {error}", RuntimeWarning, stacklevel=4
         )
         return reference
-    return kernels
+    return fast

@@ -1,14 +1,12 @@
 """The numba kernels: one pass over the block, nogil, equal to `mpfs.stats.reference` to the last bit.
 
-Importing this module imports numba and compiles (or loads from numba's cache) all kernels; only
-`mpfs.stats.backend` does so, on first use. The arrays are typed read-only and unaligned, so one compiled version serves
-a buffer out of LMDB, bytes and numpy arrays alike.
+Importing this module imports numba; only `mpfs.stats.native` does so, to compile. The arrays are typed read-only and
+unaligned, so one compiled version serves a buffer out of LMDB, bytes and numpy arrays alike.
 
 Zeros, non-finite values and the largest magnitude are found on the bits. That is cheap, and it holds even on a
 thread that flushes subnormal numbers.
 
-The constants are written out here again (see `mpfs.stats.hashing`), since numba's cache cannot see a change in
-another module.
+The constants are written out here again (see `mpfs.stats.hashing`), since what is kept on disk is told by this file alone.
 """
 
 from __future__ import annotations
@@ -18,10 +16,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import numba  # type: ignore[import-untyped,unused-ignore]  # old versions ship no types
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from mpfs.stats.accumulators import Accumulators
 from mpfs.stats.decode import Bits
 
 _Lanes: TypeAlias = NDArray[np.float64]
@@ -31,30 +27,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def _inner(function: _F) -> _F:
     """Compile a helper that the kernels below inline."""
     return cast(_F, numba.njit(nogil=True, fastmath=False)(function))
-
-
-def _kernel(signature: Any) -> Callable[[_F], _F]:
-    """Compile now, through numba's cache on disk, or without it where that cannot be used."""
-
-    def compile_(function: _F) -> _F:
-        try:
-            return cast(_F, numba.njit(signature, nogil=True, fastmath=False, cache=True)(function))
-        except Exception:  # no writable place, a full disk, a damaged cache: whatever it is, the cache is optional
-            return cast(_F, numba.njit(signature, nogil=True, fastmath=False)(function))
-
-    return compile_
-
-
-def _input(element: Any) -> Any:
-    return types.Array(element, 1, "C", readonly=True, aligned=False)
-
-
-_LANES = types.Array(types.float64, 1, "C")
-_TALLIES = types.Array(types.uint64, 1, "C")
-
-
-def _signature(element: Any) -> Any:
-    return types.void(_input(element), types.uint64, _LANES, _LANES, _LANES, _TALLIES)
 
 
 @_inner
@@ -89,11 +61,15 @@ def _add_group(values: _Lanes, group: Any, sketch: _Lanes, sums: _Lanes, squares
         places[j] += x if (signs >> np.uint64(j)) & np.uint64(1) == np.uint64(0) else -x
 
 
-@_kernel(_signature(types.uint16))
-def _bf16(
-    bits: Bits, first_group: Any, sketch: _Lanes, sums: _Lanes, squares: _Lanes, tallies: NDArray[np.uint64]
+def accumulate_bf16(
+    bits: Bits,
+    first_group: Any,
+    sketch: _Lanes,
+    sums: _Lanes,
+    squares: _Lanes,
+    tallies: NDArray[np.uint64],
+    values: _Lanes,
 ) -> None:
-    values = np.empty(64, np.float64)
     nonfinite, zeros, largest = np.uint64(0), np.uint64(0), np.uint32(0)
     for g in range(bits.size // 64):
         group = bits[g * 64 : g * 64 + 64]
@@ -114,11 +90,15 @@ def _bf16(
     tallies[2] = max(tallies[2], np.uint64(largest))
 
 
-@_kernel(_signature(types.uint16))
-def _f16(
-    bits: Bits, first_group: Any, sketch: _Lanes, sums: _Lanes, squares: _Lanes, tallies: NDArray[np.uint64]
+def accumulate_f16(
+    bits: Bits,
+    first_group: Any,
+    sketch: _Lanes,
+    sums: _Lanes,
+    squares: _Lanes,
+    tallies: NDArray[np.uint64],
+    values: _Lanes,
 ) -> None:
-    values = np.empty(64, np.float64)
     nonfinite, zeros, largest = np.uint64(0), np.uint64(0), np.uint32(0)
     for g in range(bits.size // 64):
         group = bits[g * 64 : g * 64 + 64]
@@ -145,11 +125,15 @@ def _f16(
     tallies[2] = max(tallies[2], np.uint64(largest))
 
 
-@_kernel(_signature(types.uint32))
-def _f32(
-    bits: Bits, first_group: Any, sketch: _Lanes, sums: _Lanes, squares: _Lanes, tallies: NDArray[np.uint64]
+def accumulate_f32(
+    bits: Bits,
+    first_group: Any,
+    sketch: _Lanes,
+    sums: _Lanes,
+    squares: _Lanes,
+    tallies: NDArray[np.uint64],
+    values: _Lanes,
 ) -> None:
-    values = np.empty(64, np.float64)
     nonfinite, zeros, largest = np.uint64(0), np.uint64(0), np.uint32(0)
     for g in range(bits.size // 64):
         group = bits[g * 64 : g * 64 + 64]
@@ -170,11 +154,15 @@ def _f32(
     tallies[2] = max(tallies[2], np.uint64(largest))
 
 
-@_kernel(_signature(types.uint64))
-def _f64(
-    bits: Bits, first_group: Any, sketch: _Lanes, sums: _Lanes, squares: _Lanes, tallies: NDArray[np.uint64]
+def accumulate_f64(
+    bits: Bits,
+    first_group: Any,
+    sketch: _Lanes,
+    sums: _Lanes,
+    squares: _Lanes,
+    tallies: NDArray[np.uint64],
+    values: _Lanes,
 ) -> None:
-    values = np.empty(64, np.float64)
     nonfinite, zeros, largest = np.uint64(0), np.uint64(0), np.uint64(0)
     for g in range(bits.size // 64):
         group = bits[g * 64 : g * 64 + 64]
@@ -192,30 +180,15 @@ def _f64(
     tallies[2] = max(tallies[2], largest)
 
 
-@_kernel(types.void(_input(types.float32), _LANES))
-def _lanes_f32(values: NDArray[Any], lanes: _Lanes) -> None:
+def lanes_f32(values: NDArray[Any], lanes: _Lanes) -> None:
     for g in range(values.size // 64):
         group = values[g * 64 : g * 64 + 64]
         for j in range(64):
             lanes[j] += np.float64(group[j])
 
 
-@_kernel(types.void(_input(types.float64), _LANES))
-def _lanes_f64(values: NDArray[Any], lanes: _Lanes) -> None:
+def lanes_f64(values: NDArray[Any], lanes: _Lanes) -> None:
     for g in range(values.size // 64):
         group = values[g * 64 : g * 64 + 64]
         for j in range(64):
             lanes[j] += group[j]
-
-
-_BY_DTYPE = {"BF16": _bf16, "F16": _f16, "F32": _f32, "F64": _f64}
-
-
-def accumulate(bits: Bits, dtype: str, first_group: int, into: Accumulators) -> None:
-    """See `Backend.accumulate`."""
-    _BY_DTYPE[dtype](bits, first_group, into.sketch, into.sums, into.squares, into.tallies)
-
-
-def add_lanes(values: NDArray[np.floating[Any]], lanes: NDArray[np.float64]) -> None:
-    """See `Backend.add_lanes`."""
-    (_lanes_f32 if values.dtype == np.float32 else _lanes_f64)(values, lanes)

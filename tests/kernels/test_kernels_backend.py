@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from mpfs.merge.kernels import backend, dispatch
+from mpfs.merge.kernels import backend, compiled, dispatch
 
 
 def python(program: str, *arguments: str, **environment: str) -> str:
@@ -29,7 +27,7 @@ def python(program: str, *arguments: str, **environment: str) -> str:
 
 def test_warm_up_compiles_everything() -> None:
     assert backend.warm_up(["BF16"])
-    assert {name for name, dtype in dispatch.COMPILED if dtype == "BF16"} == set(dispatch.NAMES)
+    assert {name for name, dtype in dispatch.LOADED if dtype == "BF16"} == set(dispatch.NAMES)
 
 
 def test_without_numba_there_are_none() -> None:
@@ -39,50 +37,35 @@ def test_without_numba_there_are_none() -> None:
     assert python(program) == "False"
 
 
-def test_with_compilation_switched_off_there_are_none() -> None:
-    assert python("from mpfs.merge.kernels import backend; print(backend.kernels())", NUMBA_DISABLE_JIT="1") == "None"
+def test_with_compilation_switched_off_there_are_none(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from mpfs.stats import native; native.keep_in(pathlib.Path(sys.argv[1])); "
+        "from mpfs.merge.kernels import backend; print(backend.kernels())"
+    )
+    assert python(program, str(tmp_path), NUMBA_DISABLE_JIT="1") == "None"
 
 
 def test_a_numba_that_cannot_compile_is_told_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str, dtype: str) -> Any:
         raise RuntimeError("no such machine")
 
-    monkeypatch.setattr(dispatch, "COMPILED", {})
-    monkeypatch.setattr(dispatch, "kernel", broken)
+    monkeypatch.setattr(dispatch, "load", broken)
     with pytest.warns(RuntimeWarning, match="no such machine"):
         assert backend._choose() is None
 
 
-def test_without_a_cache_on_disk_it_compiles_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = numba.njit
-    asked: list[bool] = []
-
-    def without_cache(*arguments: Any, **options: Any) -> Callable[..., Any]:
-        asked.append(bool(options.get("cache")))
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return right(*arguments, **options)  # type: ignore[no-any-return,unused-ignore]
-
-    monkeypatch.setattr(numba, "njit", without_cache)
-    monkeypatch.setattr(dispatch, "COMPILED", {})
-    dispatch.kernel("find_equal", "BF16")
-    assert asked[:2] == [True, False]
-
-
-def test_the_cache_is_used(tmp_path: Path) -> None:
-    program = (
-        "from mpfs.merge.kernels import dispatch; k = dispatch.kernel('linear', 'BF16'); "
-        "print(sum(k.stats.cache_hits.values()), sum(k.stats.cache_misses.values()))"
-    )
-    assert python(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1"
-    assert python(program, NUMBA_CACHE_DIR=str(tmp_path)) == "1 0"
+def test_constants_are_those_of_the_kernels() -> None:
+    for name in ("TILE", "WHOLE", "LARGEST", "DRAWN"):
+        assert getattr(backend, name) == getattr(compiled, name)
 
 
 def test_float16_without_the_processors_conversions(tmp_path: Path) -> None:
     program = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import numpy as np, torch
+import pathlib, numpy as np, torch
+from mpfs.stats import native
+native.keep_in(pathlib.Path(sys.argv[2]))
 from mpfs.merge.kernels import compiled
 compiled._CONVERTS = False
 import kernel_cases as cases
@@ -96,4 +79,4 @@ for method in ("linear", "task_arithmetic", "ties"):
         cases.check(method, cases.context(65536, 2, torch.float16), values, columns)
 print("same")
 """
-    assert python(program, str(Path(__file__).parent), NUMBA_CACHE_DIR=str(tmp_path)) == "same"
+    assert python(program, str(Path(__file__).parent), str(tmp_path)) == "same"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mpfs.merge.kernels import dispatch
 from mpfs.merge.kernels.backend import Kernels
 from mpfs.objects import Budget
 from mpfs.repository import Repository
@@ -68,13 +69,13 @@ FAMILIES: dict[str, Mapping[str, torch.dtype]] = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_same_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     used: list[str] = []
-    kernel = Kernels._kernel
+    load = dispatch.load
 
-    def noting(self: Kernels, name: str, dtype: str) -> Any:
+    def noting(name: str, dtype: str) -> Any:
         used.append(name)
-        return kernel(self, name, dtype)
+        return load(name, dtype)
 
-    monkeypatch.setattr(Kernels, "_kernel", noting)
+    monkeypatch.setattr(dispatch, "load", noting)
     with repository(tmp_path, family(FAMILIES[kind])) as repo:
         for method in ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties"):
             for top in ({}, {"dtype": "float32", "out_dtype": "bfloat16"}, {"dtype": "bfloat16"}):

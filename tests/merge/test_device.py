@@ -38,7 +38,8 @@ def test_what_is_no_device_is_refused(device: str, says: str) -> None:
 
 
 def test_a_torch_without_cuda_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(UsageError, match="built without CUDA"):
         lab.merge(recipe("ties", 2, densities=[0.4, 0.6]), device="cuda")
 
@@ -53,7 +54,7 @@ def test_a_torch_without_cuda_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_gpu_that_is_not_there_is_told(device: str, count: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: dict[str, Callable[[], object]] = {"is_available": lambda: count > 0, "device_count": lambda: count}
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     with pytest.raises(UsageError, match=says):

@@ -39,7 +39,7 @@ def read(name: str) -> Any:
 
 
 def model(name: str) -> dict[str, torch.Tensor]:
-    kept, gone = torch.split(torch.from_numpy(goldens()[f"input/{name}"]), 40)
+    kept, gone = torch.from_numpy(goldens()[f"input/{name}"]).split(40)
     return {"kept": kept, "gone": gone}
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpfs.merge.kernels import dispatch
 from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn, Drawn, Largest, Rule
 from mpfs.merge.random import GAMMA
 
 _MASK = 2**64 - 1
+TILE, WHOLE, LARGEST, DRAWN, _ROWS = 1024, 1, 2, 3, 7
+"""As `compiled` has them, which cannot be imported without numba."""
 _NO_LIMIT = 2**62
 
 _lock = threading.Lock()
@@ -26,15 +28,10 @@ _chosen: Kernels | None = None
 class Kernels:
     """The kernels, for callers that have arrays. Safe to use from several threads; none holds the interpreter lock."""
 
-    def __init__(self, compiled: ModuleType, dispatch: ModuleType) -> None:
-        self._compiled = compiled
-        self._dispatch = dispatch
-        self._compiling = threading.Lock()
-
     def compile(self, dtype: str) -> None:
-        """Compile everything for one dtype, or load it from numba's cache."""
-        for name in self._dispatch.NAMES:
-            self._kernel(name, dtype)
+        """Compile everything for one dtype, or load it from disk."""
+        for name in dispatch.NAMES:
+            dispatch.load(name, dtype)
 
     def task_vector(
         self,
@@ -62,17 +59,17 @@ class Kernels:
             if expert is None:
                 continue
             first = second = 0
-            kind = self._compiled.WHOLE
+            kind = WHOLE
             if isinstance(rule, Largest):
-                kind = self._compiled.LARGEST
+                kind = LARGEST
                 first, second = rule.pattern, min(max(rule.cutoff - column.start, 0), column.numel)
             elif isinstance(rule, Drawn):
-                kind = self._compiled.DRAWN
+                kind = DRAWN
                 first, second = _state(rule.key, column.start), rule.limit
                 factors[i] = rule.factor
             kinds[i] = kind
             table[i] = (_address(expert), first, second)
-        self._kernel("task_vector", dtype)(
+        dispatch.load("task_vector", dtype)(
             out,
             _address(base),
             table,
@@ -81,8 +78,9 @@ class Kernels:
             factors,
             elects,
             divide,
-            np.float32(divisor),
-            np.float32(scale),
+            divisor,
+            scale,
+            np.empty((_ROWS + len(kept), TILE), np.float32),
         )
         return out
 
@@ -91,7 +89,9 @@ class Kernels:
         kept = [_aligned(model) for model in models]
         out = np.empty(kept[0].size, BIT_TYPES[dtype])
         addresses = np.array([_address(model) for model in kept], np.uint64)
-        self._kernel("linear", dtype)(out, addresses, np.array(weights, np.float32), np.float32(divisor))
+        dispatch.load("linear", dtype)(
+            out, addresses, np.array(weights, np.float32), divisor, np.empty(TILE, np.float32)
+        )
         return out
 
     def histogram(
@@ -106,8 +106,9 @@ class Kernels:
         addresses[places] = [_address(expert) for expert in kept]
         counts = np.zeros((len(prefixes), 1 << bits), np.int64)
         chosen = np.array(list(prefixes.values()), np.uint32)
-        self._kernel("histogram", dtype)(
-            _LIKE[dtype], column.numel, _address(base), addresses, shift, bits, chosen, counts
+        dispatch.load("histogram", dtype)(
+            *(_LIKE[dtype], column.numel, _address(base), addresses, shift, bits, chosen, counts),
+            *(np.empty(TILE, np.uint32), np.zeros((2, counts.shape[1] + 1), np.uint32)),
         )
         return counts
 
@@ -121,10 +122,12 @@ class Kernels:
             return 0, -1
         base, theirs = _aligned(column.base), _aligned(theirs)
         limit = _NO_LIMIT if wanted is None else wanted
-        count, place = self._kernel("find_equal", dtype)(
-            _LIKE[dtype], column.numel, _address(base), _address(theirs), np.uint32(pattern), limit
+        found = np.empty(2, np.int64)
+        dispatch.load("find_equal", dtype)(
+            *(_LIKE[dtype], column.numel, _address(base), _address(theirs), pattern, limit),
+            *(np.empty(TILE, np.uint32), found),
         )
-        return int(count), int(place)
+        return int(found[0]), int(found[1])
 
     def drawn_norms(
         self,
@@ -143,16 +146,16 @@ class Kernels:
         if theirs is None:
             return
         base, theirs = _aligned(column.base), _aligned(theirs)
-        state = np.uint64(_state(key, column.start))
-        self._kernel("drawn_norms", dtype)(
-            _LIKE[dtype], column.numel, _address(base), _address(theirs), state, np.uint64(limit), *lanes
+        state = _state(key, column.start)
+        dispatch.load("drawn_norms", dtype)(
+            _LIKE[dtype], column.numel, _address(base), _address(theirs), state, limit, *lanes
         )
 
     def blend(self, dtype: str, base: Bits, other: Bits, factors: Sequence[float], *, keep_equal: bool) -> Bits:
         """The sum of two models times their factors; with `keep_equal` where they differ, else the base's bits."""
         base, other = _aligned(base), _aligned(other)
         out = np.empty(base.size, BIT_TYPES[dtype])
-        self._kernel("blend", dtype)(out, _address(base), _address(other), np.array(factors, np.float32), keep_equal)
+        dispatch.load("blend", dtype)(out, _address(base), _address(other), np.array(factors, np.float32), keep_equal)
         return out
 
     def products(self, dtype: str, column: BitsColumn, other: Bits | None, lanes: NDArray[np.float64]) -> None:
@@ -163,18 +166,11 @@ class Kernels:
         """
         base = _aligned(column.base)
         theirs = base if other is None else _aligned(other)
-        self._kernel("products", dtype)(_LIKE[dtype], column.numel, _address(base), _address(theirs), lanes)
-
-    def _kernel(self, name: str, dtype: str) -> Callable[..., Any]:
-        found: Callable[..., Any] | None = self._dispatch.COMPILED.get((name, dtype))
-        if found is None:
-            with self._compiling:
-                found = self._dispatch.kernel(name, dtype)
-        return found
+        dispatch.load("products", dtype)(_LIKE[dtype], column.numel, _address(base), _address(theirs), lanes)
 
 
 def kernels() -> Kernels | None:
-    """The kernels, None where they cannot be used. The first call imports numba."""
+    """The kernels, None where they cannot be used. The first call of all compiles, which takes seconds."""
     global _tried, _chosen
     if not _tried:
         with _lock:
@@ -186,7 +182,7 @@ def kernels() -> Kernels | None:
 
 def warm_up(dtypes: Sequence[str] = tuple(BIT_TYPES)) -> bool:
     """Compile the kernels now, so that the first merge does not have to wait (about 5 seconds a dtype, once per
-    installation: numba keeps them on disk where it can). False where there are none."""
+    installation: they are kept on disk where they can be). False where there are none."""
     found = kernels()
     if found is not None:
         for dtype in dtypes:
@@ -198,20 +194,13 @@ def _choose() -> Kernels | None:
     if sys.byteorder != "little":
         return None
     try:
-        import numba  # type: ignore[import-untyped,unused-ignore]  # old versions ship no types
-
-        if getattr(numba.config, "DISABLE_JIT", False):
-            return None
-        from mpfs.merge.kernels import compiled, dispatch
-
-        found = Kernels(compiled, dispatch)
-        found.compile("BF16")
+        dispatch.load("task_vector", "BF16")
     except ImportError:
         return None
     except Exception as error:  # a numba that does not fit numpy or the machine must not stop a merge
         warnings.warn(f"numba cannot compile the merge kernels, torch is used: {error}", RuntimeWarning, stacklevel=4)
         return None
-    return found
+    return Kernels()
 
 
 def _state(key: int, start: int) -> int:
@@ -219,8 +208,9 @@ def _state(key: int, start: int) -> int:
     return (key + (start + 1) * GAMMA) & _MASK
 
 
-def _address(array: Bits) -> np.uint64:
-    return np.uint64(array.__array_interface__["data"][0])
+def _address(array: Bits) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _aligned(array: Bits | None) -> Bits:

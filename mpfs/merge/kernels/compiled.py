@@ -315,6 +315,7 @@ def task_vector(
     divide: Any,
     divisor: Any,
     scale: Any,
+    scratch: Any,
 ) -> None:
     """base + scale · (a sum of weighted, sparsified deltas), see `mpfs.merge.operators.task_vector`.
 
@@ -329,14 +330,16 @@ def task_vector(
         elects: whether only entries with the elected sign count.
         divide: whether to divide: by the sum of the weights that count if `elects`, else by `divisor`.
         scale: lambda.
+        scratch: float32, shape (7 + experts, TILE), to work in.
     """
     count = rules.size
     zero = np.float32(0)
-    base = np.empty(TILE, np.float32)
-    total, aside = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
-    mixed, mixed_aside = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
-    shares, shares_aside = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
-    terms = np.empty((count, TILE), np.float32)
+    for row in range(7):
+        for j in range(TILE):
+            scratch[row, j] = zero
+    base, total, aside = scratch[0], scratch[1], scratch[2]
+    mixed, mixed_aside, shares, shares_aside = scratch[3], scratch[4], scratch[5], scratch[6]
+    terms = scratch[7:]
     bases = carray(_pointer(base_address, out), out.size)
     for low in range(0, out.size, TILE):
         size = min(TILE, out.size - low)
@@ -392,15 +395,15 @@ def task_vector(
             new[j] = old[j] if change == zero else moved
 
 
-def linear(out: Any, models: Any, weights: Any, divisor: Any) -> None:
+def linear(out: Any, models: Any, weights: Any, divisor: Any, total: Any) -> None:
     """The weighted sum of models, over `divisor`, see `mpfs.merge.operators.linear`.
 
     Args:
         out: the result's bit patterns; its type tells the format.
         models: uint64, shape (models,): where their columns are.
         weights: float32, shape (models,).
+        total: float32, shape (TILE,), to work in.
     """
-    total = np.empty(TILE, np.float32)
     for low in range(0, out.size, TILE):
         size = min(TILE, out.size - low)
         for j in range(size):
@@ -424,7 +427,16 @@ def _sizes(expert: Any, base: Any, sizes: Any, like: Any) -> None:
 
 
 def histogram(
-    like: Any, size: Any, base_address: Any, experts: Any, shift: Any, bits: Any, prefixes: Any, counts: Any
+    like: Any,
+    size: Any,
+    base_address: Any,
+    experts: Any,
+    shift: Any,
+    bits: Any,
+    prefixes: Any,
+    counts: Any,
+    sizes: Any,
+    tally: Any,
 ) -> None:
     """Add up how many of the deltas' magnitude patterns have each value of the `bits` bits above `shift`.
 
@@ -436,12 +448,12 @@ def histogram(
         experts: uint64, shape (experts,): where their columns are; 0 for none.
         prefixes: uint32, shape (experts,).
         counts: int64, shape (experts, 2^bits).
+        sizes: uint32, shape (TILE,), to work in.
+        tally: uint32, shape (2, 2^bits + 1), zeros, which are left so.
     """
     base = carray(_pointer(base_address, like), size)
-    sizes = np.empty(TILE, np.uint32)
     mask = np.uint32((np.int64(1) << bits) - 1)
     # Neighbours often have the same magnitude; so that one need not wait for the other, they are counted apart.
-    tally = np.zeros((2, counts.shape[1] + 1), np.uint32)
     first, second = tally[0], tally[1]
     nowhere = np.uint32(counts.shape[1])
     # A pattern of a 16-bit type is its own digit.
@@ -472,11 +484,17 @@ def histogram(
             second[j] = np.uint32(0)
 
 
-def find_equal(like: Any, size: Any, base_address: Any, expert_address: Any, pattern: Any, wanted: Any) -> Any:
-    """How many deltas of a column have a magnitude pattern, and the place after the `wanted`-th (-1: there are fewer)."""
+def find_equal(
+    like: Any, size: Any, base_address: Any, expert_address: Any, pattern: Any, wanted: Any, sizes: Any, found: Any
+) -> None:
+    """How many deltas of a column have a magnitude pattern, and the place after the `wanted`-th (-1: there are fewer).
+
+    Args:
+        sizes: uint32, shape (TILE,), to work in.
+        found: int64, shape (2,): takes the two.
+    """
     base = carray(_pointer(base_address, like), size)
     expert = carray(_pointer(expert_address, like), size)
-    sizes = np.empty(TILE, np.uint32)
     count, place = np.int64(0), np.int64(-1)
     for low in range(0, size, TILE):
         n = min(TILE, size - low)
@@ -492,7 +510,7 @@ def find_equal(like: Any, size: Any, base_address: Any, expert_address: Any, pat
                     place = np.int64(low + j + 1)
                     break
         count += np.int64(here)
-    return count, place
+    found[0], found[1] = count, place
 
 
 def drawn_norms(
