@@ -9,9 +9,11 @@ from __future__ import annotations
 import gzip
 import os
 import zipfile
+from typing import IO
 
 from mpfs.errors import FormatError, UnsafeInputError
 from mpfs.formats.messages import show
+from mpfs.formats.sniff import ZIP_MAGIC
 
 MAX_RATIO = 200
 """How many times its size an archive may unpack to. Weights shrink to no less than a half; text to a tenth."""
@@ -20,6 +22,7 @@ HARMLESS_BYTES = 1 << 28
 """What any archive may unpack to, however much it was packed: zeros shrink to a thousandth."""
 
 _ENCRYPTED = 0x1
+_LOCAL_HEADER_BYTES = 30
 
 
 def check_members(archive: zipfile.ZipFile, size: int, source: str) -> list[zipfile.ZipInfo]:
@@ -56,6 +59,21 @@ def check_members(archive: zipfile.ZipFile, size: int, source: str) -> list[zipf
             )
     refuse_bomb(sum(member.file_size for member in members), size, source)
     return members
+
+
+def data_offset(file: IO[bytes], member: zipfile.ZipInfo) -> int:
+    """Where a member's bytes start in an archive's file: the lengths before them may differ from those in the directory
+    (APPNOTE 4.3.7).
+
+    Raises:
+        zipfile.BadZipFile: there is no member at its place.
+    """
+    file.seek(member.header_offset)
+    head = file.read(_LOCAL_HEADER_BYTES)
+    if len(head) < _LOCAL_HEADER_BYTES or not head.startswith(ZIP_MAGIC):
+        raise zipfile.BadZipFile(f"no member at byte {member.header_offset:,}")
+    lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+    return member.header_offset + len(head) + lengths
 
 
 def refuse_bomb(unpacked: int, size: int, source: str) -> None:

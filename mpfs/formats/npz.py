@@ -10,17 +10,19 @@ import ast
 import os
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn, cast
 
 from mpfs.errors import FormatError, UnsafeInputError
 from mpfs.formats import sniff
-from mpfs.formats.archive import check_members
+from mpfs.formats.archive import check_members, data_offset
 from mpfs.formats.location import opened
 from mpfs.formats.messages import is_unicode, show
 from mpfs.formats.safetensors import METADATA_KEY
+from mpfs.objects.dtypes import nbytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,12 +51,19 @@ _MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of an archive: what it is, and which member holds it."""
+    """An array of an archive: what it is, and which member holds it. `in_order` says that its numbers lie as safetensors has
+    them, in C order and little-endian."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    member: str
+    member: zipfile.ZipInfo
+    in_order: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return nbytes(self.dtype, self.shape)
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[Array, ...]:
@@ -78,6 +87,50 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[Array, ...]:
         _fail(source, f"the archive is damaged or was cut off ({error}); download or copy it again")
 
 
+class ArrayStream:
+    """An array's numbers as the file has them, one after the other. The checksum is verified with the last of them."""
+
+    def __init__(self, path: str | os.PathLike[str], array: Array) -> None:
+        """Open it.
+
+        Raises:
+            FormatError: the archive is damaged, or was changed since it was described.
+        """
+        self._source = os.fspath(path)
+        self._array = array
+        with self._our_errors():
+            file = open(path, "rb")  # noqa: SIM115  # closed with the member
+            try:
+                file.seek(data_offset(file, array.member))
+                self._member = zipfile.ZipExtFile(file, "r", array.member, close_fileobj=True)
+            except BaseException:
+                file.close()
+                raise
+            self.dtype, self.fortran, shape = _npy_header(cast(IO[bytes], self._member), array.name, self._source)
+            if shape != array.shape:
+                raise zipfile.BadZipFile("its shape is another one by now")
+
+    def read(self, size: int, /) -> bytes:
+        """The next bytes; fewer only at the end."""
+        with self._our_errors():
+            return self._member.read(size)
+
+    def close(self) -> None:
+        """Close it."""
+        self._member.close()
+
+    @contextmanager
+    def _our_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
+            _fail(
+                self._source,
+                f"array {show(self._array.name)} is damaged ({error}); download or copy the file again",
+                tensor=self._array.name,
+            )
+
+
 def read_array(path: str | os.PathLike[str], array: Array) -> bytes:
     """An array's elements in C order, little-endian; its checksum is verified.
 
@@ -86,26 +139,21 @@ def read_array(path: str | os.PathLike[str], array: Array) -> bytes:
     """
     import numpy as np
 
-    source = os.fspath(path)
+    stream = ArrayStream(path, array)
     try:
-        with zipfile.ZipFile(source) as archive, archive.open(array.member) as stream:
-            dtype, fortran, shape = _npy_header(stream, array.name, source)
-            expected = dtype.itemsize * prod(array.shape)
-            data = stream.read(expected + 1)
-    except (OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
+        data = stream.read(array.nbytes + 1)
+    finally:
+        stream.close()
+    if len(data) != array.nbytes:
         _fail(
-            source, f"array {show(array.name)} is damaged ({error}); download or copy the file again", tensor=array.name
-        )
-    if shape != array.shape or len(data) != expected:
-        _fail(
-            source,
-            f"array {show(array.name)} has {len(data):,} bytes where {show(array.shape)} takes {expected:,}; it is damaged",
+            os.fspath(path),
+            f"array {show(array.name)} has {len(data):,} bytes where {show(array.shape)} takes {array.nbytes:,}; it is damaged",
             tensor=array.name,
         )
-    if not fortran and dtype.byteorder != ">":
+    if array.in_order:
         return data
-    values = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
-    return values.astype(dtype.newbyteorder("<"), order="C").tobytes()
+    values = np.frombuffer(data, stream.dtype).reshape(array.shape, order="F" if stream.fortran else "C")
+    return values.astype(stream.dtype.newbyteorder("<"), order="C").tobytes()
 
 
 def _arrays(records: Sequence[zipfile.ZipInfo], archive: zipfile.ZipFile, source: str) -> tuple[Array, ...]:
@@ -119,7 +167,7 @@ def _arrays(records: Sequence[zipfile.ZipInfo], archive: zipfile.ZipFile, source
         if name == METADATA_KEY or not is_unicode(name):
             _fail(source, f"array {show(name)} has a name that no safetensors file can hold; rename it", tensor=name)
         with archive.open(record) as stream:
-            dtype, _, shape = _npy_header(stream, name, source)
+            dtype, fortran, shape = _npy_header(stream, name, source)
             expected, there = dtype.itemsize * prod(shape), record.file_size - stream.tell()
         if expected != there:
             _fail(
@@ -127,7 +175,8 @@ def _arrays(records: Sequence[zipfile.ZipInfo], archive: zipfile.ZipFile, source
                 f"array {show(name)} has {there:,} bytes where {show(shape)} takes {expected:,}; it is damaged",
                 tensor=name,
             )
-        found[name] = Array(name, _DTYPES[f"{dtype.kind}{dtype.itemsize}"], shape, record.filename)
+        in_order = not fortran and dtype.byteorder != ">"
+        found[name] = Array(name, _DTYPES[f"{dtype.kind}{dtype.itemsize}"], shape, record, in_order)
     if not found:
         _fail(source, "the archive holds no arrays")
     return tuple(found.values())

@@ -17,9 +17,10 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpfs.errors import FormatError, UnsafeInputError
+from mpfs.formats.archive import data_offset
 from mpfs.formats.messages import count, show
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ MAX_NAMES = 1_000_000
 
 _MAX_DEPTH = 100
 _MAX_DIMENSIONS = 64
-_LOCAL_HEADER_BYTES = 30
 
 _STORAGES = {
     "Double": "float64",
@@ -413,11 +413,16 @@ class _Reader:
             )
         if key not in self._storages:
             whole = self._whole()
-            start = _data_offset(self._archive.fp, member)
+            start = self._data_offset(member)
             if start + size > whole.nbytes():
                 self._fail(f"the record {show(f'data/{key}')} reaches past the end of the file; it is damaged")
             self._storages[key] = whole[start : start + size]
         return self._storages[key]
+
+    def _data_offset(self, member: zipfile.ZipInfo) -> int:
+        if self._archive.fp is None:
+            raise ValueError("the archive is closed")
+        return data_offset(self._archive.fp, member)
 
     def _whole(self) -> torch.UntypedStorage:
         """The file, mapped."""
@@ -434,14 +439,3 @@ class _Reader:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, _Call) and value.function.startswith("torch._utils._rebuild_")
-
-
-def _data_offset(file: IO[bytes] | None, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes start: the lengths before them may differ from those in the directory (APPNOTE 4.3.7)."""
-    if file is None:
-        raise ValueError("the archive is closed")
-    file.seek(member.header_offset)
-    head = file.read(_LOCAL_HEADER_BYTES)
-    return (
-        member.header_offset + len(head) + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-    )

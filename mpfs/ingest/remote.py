@@ -29,6 +29,7 @@ from mpfs.formats.archive import BoundedGzip, check_members
 from mpfs.formats.location import opened
 from mpfs.formats.messages import show
 from mpfs.formats.tree import SKIPPED_NAMES, SKIPPED_SUFFIXES, FoundFile
+from mpfs.ingest.forward import ForwardReader
 from mpfs.ingest.source import SourceFile
 
 _ARCHIVE_SUFFIXES = (".zip", ".whl", ".tgz", ".tar.gz")
@@ -222,9 +223,7 @@ class RemoteSource(SourceFile):
         self.digest = hashlib.sha256()
         self._remote = location
         self._order = threading.Lock()
-        self._stream: BinaryIO | None = None
-        self._at = 0
-        self._passed: list[tuple[int, bytes]] = []
+        self._forward = ForwardReader(location.open)
         self._left = 0
 
     @property
@@ -256,10 +255,13 @@ class RemoteSource(SourceFile):
         data = self._remote.range(offset, size)
         if data is None:
             with self._order:
-                data = self._in_order(offset, size)
+                try:
+                    data = self._forward.read(offset, size)
+                except OSError as error:
+                    raise BadInputError(f"{self.path}: cannot be read: {error}", file=str(self.path)) from error
                 self._left -= size
                 if self._left <= 0:
-                    self._close()
+                    self._forward.close()
         if len(data) != size:
             raise FormatError(f"{self.path}: ended early while it was being read; import it again", file=str(self.path))
         return data
@@ -287,39 +289,7 @@ class RemoteSource(SourceFile):
     def close(self) -> None:
         """Close the file, wherever reading it has come to."""
         with self._order:
-            self._close()
-
-    def _close(self) -> None:
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            stream.close()
-        self._passed, self._at = [], 0
-
-    def _in_order(self, offset: int, size: int) -> bytes:
-        """Bytes from what was passed over, and from the stream, which only goes forward."""
-        found = bytearray()
-        kept: list[tuple[int, bytes]] = []
-        for start, data in self._passed:
-            first, last = max(offset, start), min(offset + size, start + len(data))
-            if first >= last:
-                kept.append((start, data))
-                continue
-            found += data[first - start : last - start]
-            kept += [(a, b) for a, b in ((start, data[: first - start]), (last, data[last - start :])) if b]
-        self._passed = sorted(kept)
-        try:
-            if self._stream is None:
-                self._stream = self._remote.open()
-            begin = offset + len(found)
-            if begin > self._at and len(found) < size:
-                self._passed.append((self._at, self._stream.read(begin - self._at)))
-                self._at = begin
-            if len(found) < size:
-                found += self._stream.read(size - len(found))
-                self._at = offset + len(found)
-        except OSError as error:
-            raise BadInputError(f"{self.path}: cannot be read: {error}", file=str(self.path)) from error
-        return bytes(found)
+            self._forward.close()
 
 
 class _Guarded(io.RawIOBase):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 from mpfs.errors import BadInputError, FormatError
 from mpfs.formats import npz, torch_file
 from mpfs.formats.location import Location
-from mpfs.objects.dtypes import nbytes
+from mpfs.ingest.forward import ForwardReader, Stream
 
 if TYPE_CHECKING:
     import torch
@@ -272,16 +273,16 @@ class TensorBytes:
 
 
 class ArrayBytes:
-    """An array of a .npz archive, which is in memory while it is being read."""
+    """An array of a .npz archive. One whose numbers do not lie in order is in memory while it is being read; of another
+    only what workers have passed over."""
 
     def __init__(self, array: npz.Array, path: Path, file: SourceFile) -> None:
         self._array = array
         self._path = path
         self._file = file
-        self._size = nbytes(array.dtype, array.shape)
+        self._size = self._unread = array.nbytes
         self._lock = threading.Lock()
-        self._data: bytes | None = None
-        self._unread = self._size
+        self._forward = ForwardReader(self._open)
 
     @property
     def where(self) -> str:
@@ -300,13 +301,18 @@ class ArrayBytes:
             FormatError: the archive is damaged, or has changed.
         """
         with self._lock:
-            if self._data is None:
-                self._data = npz.read_array(self._path, self._array)
-            piece = self._data[offset : offset + size]
+            piece = self._forward.read(offset, size)
             self._unread -= size
             if self._unread <= 0:
-                self._data = None
+                self._forward.close()
+        if len(piece) != size:
+            raise FormatError(f"{self.where}: ended early; the archive is damaged", file=str(self._file.path))
         return piece
+
+    def _open(self) -> Stream:
+        if self._array.in_order:
+            return npz.ArrayStream(self._path, self._array)
+        return io.BytesIO(npz.read_array(self._path, self._array))
 
 
 class MemoryBytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from ingest_cases import assert_clean, directory_digests, new_repository, refused
 
 from mpfs.errors import BadInputError, FormatError, MismatchError
-from mpfs.formats import gguf
+from mpfs.formats import gguf, npz
+from mpfs.ingest.source import ArrayBytes, SourceFile
 from mpfs.repository import Repository
 from mpfs.testing.checkpoints import TensorContent, safetensors_bytes, write
 from mpfs.testing.containers import (
@@ -261,6 +265,41 @@ def test_damaged_torch_files_change_nothing(repository: Repository, tmp_path: Pa
     write(tmp_path, {"m.pt": TORCH_DAMAGES[damage](content)})
     with refused(repository, FormatError):
         repository.import_checkpoint(tmp_path / "m.pt", "main")
+
+
+def test_a_large_array_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
+    size = 1 << 26
+    write(tmp_path, {"m.npz": npz_bytes({"w": np.zeros(size, np.uint8)}, compressed=True)})
+    (array,) = npz.read_arrays(tmp_path / "m.npz")
+    content = ArrayBytes(array, tmp_path / "m.npz", SourceFile(tmp_path / "m.npz"))
+    tracemalloc.start()
+    try:
+        for offset in range(0, size, 1 << 20):
+            assert content.read(offset, 1 << 20).count(0) == 1 << 20
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size // 4
+
+
+@given(seed=st.integers(0, 1000), pieces=st.integers(1, 12), fortran=st.booleans())
+def test_an_array_is_read_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, pieces: int, fortran: bool
+) -> None:
+    rng = random.Random(seed)
+    values = np.frombuffer(rng.randbytes(30 * 40 * 2), ">i2").reshape(30, 40)
+    folder = tmp_path_factory.mktemp("x")
+    arrays = {"w": np.asfortranarray(values) if fortran else values.astype("<i2")}
+    write(folder, {"m.npz": npz_bytes(arrays, compressed=rng.random() < 0.5)})
+    (array,) = npz.read_arrays(folder / "m.npz")
+    content = ArrayBytes(array, folder / "m.npz", SourceFile(folder / "m.npz"))
+    expected = values.astype("<i2").tobytes()
+    edges = sorted({0, len(expected), *(rng.randrange(len(expected)) for _ in range(pieces))})
+    ranges = list(itertools.pairwise(edges))
+    rng.shuffle(ranges)
+    for start, end in ranges:
+        assert content.read(start, end - start) == expected[start:end]
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("damage", NPZ_DAMAGES)
