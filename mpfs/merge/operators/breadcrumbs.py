@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import ClassVar, Literal, cast
 
 from mpfs.merge.deferred import torch
-from mpfs.merge.kernels.backend import Kernels
-from mpfs.merge.kernels.columns import Rule
 from mpfs.merge.operators.arithmetic import difference
-from mpfs.merge.operators.base import Column, FastPath, Histogram, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.operators.base import Column, Histogram, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.magnitude import (
     LAYOUTS,
     Patterns,
@@ -166,14 +164,6 @@ class Breadcrumbs(TaskVectorOperator):
         inside = kept(mirror, Threshold(nan - high[0], high[1]), start)
         inside &= ~kept(mirror, Threshold(nan - low[0], low[1]), start)
         return torch.where(inside, delta, delta.new_zeros(()))
-
-    def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
-        """There are no kernels for this method."""
-        return None
-
-    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
-        """There are no kernels for this method."""
-        raise NotImplementedError
 
     def _gammas(self, parameters: Parameters) -> list[float]:
         return [float(value_of(self.parameters, values, "gamma")) for values in parameters.experts]

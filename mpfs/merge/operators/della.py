@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.merge.deferred import torch
-from mpfs.merge.kernels.backend import Kernels
-from mpfs.merge.kernels.columns import Rule
 from mpfs.merge.operators.arithmetic import accumulator, difference, scaled
-from mpfs.merge.operators.base import Column, FastPath, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.operators.base import Column, Parameter, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.magnitude import patterns
 from mpfs.merge.operators.pieces import PIECE
 from mpfs.merge.operators.reductions import Floats, RunningSum, base_of, doubles, length, unchanged
@@ -168,14 +166,6 @@ class DellaLinear(TaskVectorOperator):
         dropped = torch.where(mask, delta, delta.new_zeros(()))
         factor = cast("Sequence[float]", prepared["factor"])[expert]
         return dropped if factor == 1 else scaled(dropped, factor)
-
-    def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
-        """There are no kernels for this method."""
-        return None
-
-    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
-        """There are no kernels for this method."""
-        raise NotImplementedError
 
     def _chances(self, parameters: Parameters) -> list[tuple[float, float]]:
         epsilons = [float(value_of(self.parameters, values, "epsilon")) for values in parameters.experts]

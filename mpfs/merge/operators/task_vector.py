@@ -121,35 +121,6 @@ class TaskVectorOperator(Operator):
     ) -> torch.Tensor:
         """The part of a column of expert number `expert`'s delta that is merged, before its weight; in its dtype."""
 
-    def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
-        """By the kernels for task vectors."""
-        if context.work not in BIT_TYPES:
-            return None
-        weights = self._weights(context, parameters)
-        return TaskVectorPath(
-            kernels,
-            self,
-            context,
-            parameters,
-            weights=weights,
-            rules=lambda prepared: [self.rule(context, parameters, prepared, i) for i in range(len(weights))],
-            condense=lambda columns: self.condense(context, parameters, kernels, columns),
-            elects=self.elects_sign,
-            divide=self._normalize(parameters),
-            divisor=1.0 if self.elects_sign else _divisor(weights, context.work),
-            scale=self._lambda(parameters),
-        )
-
-    @abstractmethod
-    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
-        """What `sparsify` does to expert number `expert`'s delta."""
-
-    def condense(
-        self, context: TensorContext, parameters: Parameters, kernels: Kernels, columns: BitsColumns
-    ) -> Prepared:
-        """What `prepare` gives."""
-        return {}
-
     def _weights(self, context: TensorContext, parameters: Parameters) -> list[float]:
         return [
             rounded(float(value_of(self.parameters, values, "weight")), context.work) for values in parameters.experts
@@ -209,7 +180,40 @@ def _agreeing(
     return quotient(mixed, torch.where(divisor == 0, like.new_ones(()), divisor))
 
 
-class TaskArithmetic(TaskVectorOperator):
+class KernelTaskVector(TaskVectorOperator):
+    """A method of this family that there are kernels for: what it does to a delta can be said as a rule."""
+
+    def fast(self, context: TensorContext, parameters: Parameters, kernels: Kernels) -> FastPath | None:
+        """By the kernels for task vectors."""
+        if context.work not in BIT_TYPES:
+            return None
+        weights = self._weights(context, parameters)
+        return TaskVectorPath(
+            kernels,
+            self,
+            context,
+            parameters,
+            weights=weights,
+            rules=lambda prepared: [self.rule(context, parameters, prepared, i) for i in range(len(weights))],
+            condense=lambda columns: self.condense(context, parameters, kernels, columns),
+            elects=self.elects_sign,
+            divide=self._normalize(parameters),
+            divisor=1.0 if self.elects_sign else _divisor(weights, context.work),
+            scale=self._lambda(parameters),
+        )
+
+    @abstractmethod
+    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
+        """What `sparsify` does to expert number `expert`'s delta."""
+
+    def condense(
+        self, context: TensorContext, parameters: Parameters, kernels: Kernels, columns: BitsColumns
+    ) -> Prepared:
+        """What `prepare` gives."""
+        return {}
+
+
+class TaskArithmetic(KernelTaskVector):
     """The weighted sum of the deltas.
 
     Source: Ilharco et al., "Editing models with task arithmetic", arXiv 2212.04089.
@@ -235,7 +239,7 @@ class TaskArithmetic(TaskVectorOperator):
         return Whole()
 
 
-class Ties(TaskVectorOperator):
+class Ties(KernelTaskVector):
     """Trim each delta to its largest magnitudes, elect a sign for each element, and average what agrees with it.
 
     `density` is the share of the whole tensor that is kept: rounded down to a number of elements, at least one unless
@@ -344,7 +348,7 @@ def _threshold(prepared: Prepared, expert: int) -> Threshold:
     return Threshold(bits, cast("Sequence[int]", prepared["cutoff"])[expert])
 
 
-class DareLinear(TaskVectorOperator):
+class DareLinear(KernelTaskVector):
     """Drop elements of each delta at random, scale up what is left, and add the weighted sum.
 
     Element i of an expert's delta is kept iff the 53 leading bits of its random number (`mpfs.merge.random`, keyed by
