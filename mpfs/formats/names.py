@@ -48,6 +48,8 @@ _SUFFIXES = (
 )
 
 
+_NUMBERS = re.compile(r"\d+")
+
 _ROLES = ("encoder.", "decoder.")
 """Prefixes that say what a part of a model is: none of them stands for another."""
 
@@ -133,10 +135,12 @@ def _contradictions(
 
 def near(name: str, known: Sequence[str], limit: int = 3) -> list[str]:
     """The names most like one that is not known, the nearest first."""
-    tail = name.rpartition(".")[2]
-    # Names of layers are much alike; those that end alike are the likelier ones.
-    alike = [item for item in known if item.rpartition(".")[2] == tail]
-    return get_close_matches(name, alike[:20_000], limit, 0.6) or get_close_matches(name, known[:20_000], limit, 0.6)
+    tail, numbers = name.rpartition(".")[2], _NUMBERS.findall(name)
+    # Names of layers are much alike; those of the same layer that end alike are the likelier ones, and soon compared.
+    ending = [item for item in known if item.rpartition(".")[2] == tail]
+    same = [item for item in ending if _NUMBERS.findall(item) == numbers]
+    groups = (group[:20_000] for group in (same, ending, known))
+    return next((found for group in groups if (found := get_close_matches(name, group, limit, 0.6))), [])
 
 
 def _rules(ours: Sequence[str], theirs: Iterable[str]) -> Iterator[_NamedRule]:
