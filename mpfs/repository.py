@@ -155,7 +155,7 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
         """Compile a recipe: decide what a merge will read, compute and keep, without running it.
 
         Args:
-            recipe: a YAML file in mergekit's grammar, or the same as a mapping. Its models are refs, commit ids, paths
+            recipe: a YAML file in mergekit's grammar, or the same as a mapping. Its models are refs, commit ids, paths,
                 URLs or models on the hub (what is not here is imported first, to the branch `imported/NAME`), with
                 `+ADAPTER` or not.
             budget: what may be read of the experts; None: everything.

@@ -136,9 +136,11 @@ def with_tokens(files: Files, tokens: Sequence[AddedToken], where: str) -> dict[
         )
     tokenizer = _complete(_load(files[TOKENIZER_PATH], where), files, where)
     before = _vocabulary_of(tokenizer)
-    ids = dict(before.tokens)
+    ids, following = dict(before.tokens), before.size
     for token in tokens:
-        ids.setdefault(token.content, before.size + len(ids) - len(before.tokens))
+        if token.content not in ids:
+            ids[token.content] = following
+            following += 1
     _add(tokenizer, tokens)
     after = _vocabulary_of(tokenizer).tokens
     wrong = [token.content for token in tokens if after.get(token.content) != ids[token.content]]
@@ -234,16 +236,20 @@ def _complete(tokenizer: Tokenizer, files: Files, where: str) -> Tokenizer:
 def _add(tokenizer: Tokenizer, tokens: Iterable[AddedToken]) -> None:
     from tokenizers import AddedToken as Added
 
-    for token in tokens:
-        made = Added(
-            token.content,
-            single_word=token.single_word,
-            lstrip=token.lstrip,
-            rstrip=token.rstrip,
-            normalized=token.normalized,
-            special=token.special,
-        )
-        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([made])
+    # All at once: each call builds the library's search structure anew.
+    tokenizer.add_tokens(
+        [
+            Added(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.special,
+            )
+            for token in tokens
+        ]
+    )
 
 
 def _vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

@@ -95,8 +95,7 @@ def align(store: Store, recipe: Recipe, models: Sequence[Model], lenders: Sequen
     if recipe.tokenizer is not None:
         changes = work.align(recipe.tokenizer)
     if recipe.chat_template is not None:
-        first = [template, *(index for index in range(len(models)) if index != template)]
-        listed = [(names[index], work.files[index]) for index in first]
+        listed = [(names[index], work.files[index]) for index in work.order()]
         files = applied(work.files[template], changes)
         more, note = template_changes(recipe.chat_template, files, listed, names[template])
         changes |= more
@@ -123,6 +122,7 @@ class _Work:
         self.changed: list[dict[str, _Change]] = [{} for _ in models]
         self.notes: list[str] = []
         self._read: dict[bytes, Vocabulary | None] = {}
+        self._alignments: dict[frozenset[int], Alignment] = {}
 
     # -- the output's vocabulary ----------------------------------------------------------------------------------
 
@@ -132,8 +132,7 @@ class _Work:
         if wanted.named is not None:
             donor = next(index for index, model in enumerate(self.models) if model.ref.name == wanted.named)
         vocabularies = self._vocabularies(donor)
-        order = [self.template, *(index for index in range(self.merged) if index != self.template)]
-        others = [vocabularies[index] for index in order if index != donor] if wanted.union else []
+        others = [vocabularies[index] for index in self.order() if index != donor] if wanted.union else []
         output = output_vocabulary(vocabularies[donor], others, wanted.tokens, wanted.pad_to_multiple_of)
         members = [
             Member(model.ref.name, vocabularies[index], self._rows(index), index < self.merged)
@@ -141,7 +140,9 @@ class _Work:
         ]
         self._note_output(output, members, donor, wanted)
         base = None if self.recipe.base is None else self.template
-        problems = Alignment(output, members, base, wanted.tokens).problems()
+        every = frozenset(range(len(members)))
+        self._alignments = {every: Alignment(output, members, base, wanted.tokens)}
+        problems = self._alignments[every].problems()
         if problems:
             lines = "; ".join(f"{item['path']}: {item['message']}" for item in problems)
             raise RecipeError(f"recipe: {lines}", problems=problems)
@@ -186,14 +187,21 @@ class _Work:
         return self.models[index].tensors[names[0]].tensor.shape[0] if names else 0
 
     def _note_output(self, output: Output, members: Sequence[Member], donor: int, wanted: RecipeTokenizer) -> None:
-        kind = "union" if wanted.union else "from"
+        """How many tokens are from where."""
         new = [token.content for token in output.added if token.content not in output.donor.tokens]
-        text = f"tokenizer: {kind} {members[donor].name}, {len(output.donor.tokens):,} tokens"
-        if new:
-            text += f" and {len(new):,} more ({some(new)})"
-        if output.padding:
-            text += f", padded to {output.rows:,} rows"
-        self.notes.append(text)
+        parts = [f"{len(output.donor.tokens):,} tokens of {members[donor].name}"]
+        for index in self.order() if wanted.union else ():
+            theirs = members[index].vocabulary.tokens
+            taken = [token for token in new if token in theirs]
+            parts += [f"{len(taken):,} new ones of {members[index].name} ({some(taken)})"] if taken else []
+            new = [token for token in new if token not in theirs]
+        parts += [f"{len(new):,} that the recipe lists ({some(new)})"] if new else []
+        padding = f"; padded to {output.rows:,} rows" if output.padding else ""
+        self.notes.append(f"tokenizer: {', '.join(parts)}{padding}")
+
+    def order(self) -> list[int]:
+        """The merged models, the template first."""
+        return [self.template, *(index for index in range(self.merged) if index != self.template)]
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +221,9 @@ class _Work:
                 if (source := self._counterpart(other, index, name)) is not None
                 and (item := self.models[other].tensors[source]).tensor.shape[1:] == tensor.tensor.shape[1:]
             }
-            alignment = Alignment(output, members, base, wanted.tokens, sources)
+            alignment = self._alignments.setdefault(
+                frozenset(sources), Alignment(output, members, base, wanted.tokens, frozenset(sources))
+            )
             rows = alignment.rows(index)
             problems = alignment.problems()
             if problems:

@@ -133,11 +133,11 @@ class Alignment:
                 known[id(theirs)] = np.fromiter((theirs.get(token, -1) for token in contents), np.int64, len(contents))
             found = known[id(theirs)]
             own[index, ids] = np.where(found < member.rows, found, -1)
-        holes = np.setdiff1d(np.arange(self.output.size), ids)
-        for index in self._owners:
+        holes = np.flatnonzero(np.bincount(ids, minlength=self.output.size) == 0)
+        for index in self._owners if len(holes) else ():
             # An id that no token has means the same only to those who share the vocabulary.
             member = self.members[index]
-            if len(holes) and dict(member.vocabulary.tokens) == dict(self.output.donor.tokens):
+            if dict(member.vocabulary.tokens) == dict(self.output.donor.tokens):
                 own[index, holes] = np.where(holes < member.rows, holes, -1)
         return own
 
