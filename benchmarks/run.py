@@ -8,7 +8,15 @@ from pathlib import Path
 # Run as a script (so that `make bench` needs no installation of this directory): its parent is the import root.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import accuracy, fidelity, fidelity_scale, peers, thresholds, throughput  # after the path is set
+from benchmarks import (  # after the path is set
+    accuracy,
+    fidelity,
+    fidelity_scale,
+    peers,
+    sweeps,
+    thresholds,
+    throughput,
+)
 
 BENCHMARKS = {
     "throughput": throughput.main,
@@ -16,6 +24,7 @@ BENCHMARKS = {
     "fidelity": fidelity.main,
     "fidelity_scale": fidelity_scale.main,
     "thresholds": thresholds.main,
+    "sweeps": sweeps.main,
     "accuracy": accuracy.main,
 }
 """Each takes its own arguments; `peers` needs an environment with mergekit and `accuracy` scikit-learn, so that these run by

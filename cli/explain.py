@@ -9,7 +9,7 @@ import typer
 
 from .explained import bound_facts, run_facts, tensor_table
 from .options import JsonOption
-from .output import HEAD
+from .output import HEAD, ID
 from .session import Session
 from .sizes import format_size
 
@@ -43,13 +43,14 @@ def explain(
     out = session.output(as_json)
     with session.open() as repository:
         explanation = repository.explain(target)
+        entry = None if explanation.figures is None else repository.show(target)
         insight = None if html is None else repository.insight(target)
     if html is not None and insight is not None:
         # Nobody reads a whole id in a heading.
         title = target[:12] if len(target) == _ID_LENGTH and target.isalnum() else target
         _write_page(html, explanation, insight, title)
     if as_json:
-        document = explanation.as_json()
+        document = {**explanation.as_json(), "message": None if entry is None else entry.commit.message}
         if insight is not None:
             document.update(insight=insight.as_json(), file=str(html))
         out.document(document)
@@ -58,6 +59,9 @@ def explain(
         out.line(str(html))
         return
     plan = explanation.plan
+    if entry is not None:
+        out.line("commit ", (entry.identity[:12], ID), "  ", entry.commit.message.partition("\n")[0])
+        out.line()
     if explanation.figures is not None:
         out.line(("run", HEAD))
         out.facts(run_facts(explanation.figures))

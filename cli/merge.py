@@ -12,6 +12,7 @@ from .explained import run_facts
 from .options import (
     SIZE,
     BudgetOption,
+    DeviceOption,
     FidelityOption,
     JsonOption,
     MessageOption,
@@ -82,14 +83,7 @@ def merge(
         typer.Option("--memory", metavar="SIZE", parser=SIZE, show_default="1GiB", help="Most memory for the work."),
     ] = 1 << 30,
     threads: ThreadsOption = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="cpu|cuda",
-            help="Let torch compute, there; default: compiled kernels on the CPU, and torch for methods without any.",
-        ),
-    ] = None,
+    device: DeviceOption = None,
     message: MessageOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -105,6 +105,15 @@ NoSpaceCheckOption = Annotated[
     bool, flag("--no-space-check", help="Start even if it seems that there is no room; what does not fit is undone.")
 ]
 
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda",
+        help="Let torch compute, there; default: compiled kernels on the CPU, and torch for methods without any.",
+    ),
+]
+
 
 def budget_of(budget: Amount | None, fidelity: float | None) -> Budget | None:
     """The budget that --budget or --fidelity asks for; None for a full merge.

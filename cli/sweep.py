@@ -9,6 +9,7 @@ import typer
 from .options import (
     SIZE,
     BudgetOption,
+    DeviceOption,
     FidelityOption,
     JsonOption,
     MismatchOption,
@@ -74,6 +75,7 @@ def sweep(
         typer.Option("--memory", metavar="SIZE", parser=SIZE, show_default="1GiB", help="Most memory for the work."),
     ] = 1 << 30,
     threads: ThreadsOption = None,
+    device: DeviceOption = None,
     message: Annotated[
         str | None,
         typer.Option("--message", "-m", metavar="TEXT", help="The commits' message; their settings come before it."),
@@ -110,6 +112,7 @@ def sweep(
             check_space=not no_space_check,
             memory=memory,
             threads=threads,
+            device=device,
             message=message,
             progress=progress,
         )
@@ -181,7 +184,7 @@ def _summary(out: Output, report: SweepReport) -> None:
     nbytes = report.expert_bytes
     share = f" ({nbytes.planned / nbytes.full:.1%})" if nbytes.full else ""
     facts = [
-        ("variants", format_count(len(report.variants), "variant")),
+        ("variants", f"{len(report.variants):,}"),
         (
             "expert reads",
             f"{format_size(nbytes.planned)} of {format_size(nbytes.full)}{share}; one by one {format_size(nbytes.apart)}",

@@ -49,6 +49,7 @@ class Sweeps:
         check_space: bool = True,
         memory: int = 1 << 30,
         threads: int | None = None,
+        device: str | None = None,
         message: str | None = None,
         progress: Progress | None = None,
     ) -> SweepReport:
@@ -68,10 +69,11 @@ class Sweeps:
             limit: the most variants.
             dry_run: only plan. The plans are stored.
             message: of each commit, after its settings; default: what was merged.
-            policy, seed, on_mismatch, reuse, verify_fidelity, allow_nonfinite, check_space, memory, threads, progress: as for `merge`.
+            policy, seed, on_mismatch, reuse, verify_fidelity, allow_nonfinite, check_space, memory, threads, device,
+                progress: as for `merge`.
 
         Raises:
-            UsageError: settings or branches that cannot be.
+            UsageError: settings, branches or a device that cannot be.
             RecipeError, MismatchError, BudgetInfeasibleError, NotFoundError, RefConflictError: some of the variants cannot
                 be merged; all that is known before work starts is told together, and nothing is done.
             NoSpaceError: there is no room for the results; or the disk or the map got full: what was committed stays.
@@ -82,6 +84,10 @@ class Sweeps:
         from mpfs.merge.sweep.run import report_plans, run_sweep
         from mpfs.merge.sweep.settings import Setting
 
+        if device is not None:
+            from mpfs.merge.device import check_device
+
+            check_device(device)
         path = None if isinstance(recipe, Mapping) else Path(recipe)
         mapping = recipe if isinstance(recipe, Mapping) else load_mapping(Path(recipe))
         planned = plan_sweep(
@@ -96,5 +102,5 @@ class Sweeps:
             for item in planned.variants:
                 self._store.put_plan(item.plan)
             return report_plans(planned, self._store)
-        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite, check_space)
+        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite, check_space, device)
         return run_sweep(planned, self._store, message=message, author=self._author, options=options)

@@ -98,6 +98,7 @@ def run_sweep(
             reuse=options.reuse,
             threads=options.threads,
             memory=options.memory,
+            device=options.device,
             progress=options.progress,
         )
         writer.flush()

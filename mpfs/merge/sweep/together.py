@@ -86,6 +86,7 @@ def execute_together(
     threads: int | None = None,
     memory: int = DEFAULT_MEMORY,
     fast: bool = True,
+    device: str | None = None,
     progress: Progress | None = None,
 ) -> Together:
     """Run plans. The arguments are those of `execute`.
@@ -93,7 +94,7 @@ def execute_together(
     Raises:
         NoSpaceError: there is no room for the results. Whatever else goes wrong is the failure of one plan.
     """
-    run = _Run(plans, store, writer, reuse, threads or os.cpu_count() or 1, memory, fast)
+    run = _Run(plans, store, writer, reuse, threads or os.cpu_count() or 1, memory, fast, device)
     try:
         run.run(progress)
     finally:
@@ -107,7 +108,15 @@ class _Run:
     """One execution of several plans."""
 
     def __init__(
-        self, plans: Sequence[Plan], store: Store, writer: Writer, reuse: bool, threads: int, memory: int, fast: bool
+        self,
+        plans: Sequence[Plan],
+        store: Store,
+        writer: Writer,
+        reuse: bool,
+        threads: int,
+        memory: int,
+        fast: bool,
+        device: str | None,
     ) -> None:
         self.threads = threads
         self.memory = memory
@@ -117,7 +126,7 @@ class _Run:
         self.found: list[_Member | Exception] = []
         for plan in plans:
             try:
-                member = _Member(plan, store, writer, reuse, threads, memory, fast, objects)
+                member = _Member(plan, store, writer, reuse, threads, memory, fast, objects, device)
             except Exception as error:
                 self.found.append(error)
                 continue
@@ -125,6 +134,10 @@ class _Run:
             member.stopping = self.stopping
             self.found.append(member)
         self.members = [item for item in self.found if isinstance(item, _Member)]
+        # Statistics that are counted on the way are the same for all: the first one keeps them.
+        counting = [member for member in self.members if member.counted is not None]
+        for member in counting[1:]:
+            member.counted, member.outcome.pairs = counting[0].counted, {}
         self.queue: deque[tuple[list[_Item], Future[list[Result | Exception | None]]]] = deque()
         self.done = 0
 
