@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def test_there_are_methods_that_draw() -> None:
 def test_blocks_threads_memory_budget_and_order_change_nothing(tmp_path: Path, method: str) -> None:
     models = family(2, dtype=torch.bfloat16, shapes=SHAPES)
     found = []
-    for block_size, threads in itertools.product((4096, 1 << 16), (1, 3)):
+    for block_size, threads in ((4096, 3), (1 << 16, 1)):
         lab = Lab(tmp_path / f"{block_size}-{threads}", block_size)
         models.add_to(lab)
         memory = 1 << 30 if threads == 1 else 1

@@ -39,7 +39,7 @@ def read(name: str) -> Any:
 
 
 def model(name: str) -> dict[str, torch.Tensor]:
-    kept, gone = torch.from_numpy(goldens()[f"input/{name}"]).split(40)
+    kept, gone = torch.split(torch.from_numpy(goldens()[f"input/{name}"]), 40)
     return {"kept": kept, "gone": gone}
 
 
@@ -74,7 +74,19 @@ def merge(repository: Repository, case: str, **options: Any) -> MergeReport:
     return repository.merge({**read("cases")[case], "dtype": "float32"}, "merged", threads=1, **options)
 
 
-SLOW = ("multislerp", "nuslerp-base", "nearswap", "arcee", "breadcrumbs", "ram", "karcher")
+SLOW = (
+    "sce",
+    "slerp",
+    "stock",
+    "linear",
+    "multislerp",
+    "nuslerp-base",
+    "nearswap",
+    "arcee",
+    "breadcrumbs",
+    "ram",
+    "karcher",
+)
 """Cases that are like others."""
 
 GIVEN = [(case, pattern) for case in read("cases") for pattern in read("patterns")]
