@@ -25,6 +25,9 @@ SPECIAL_PATH = "special_tokens_map.json"
 MAX_FILE_BYTES = 1 << 28
 """Larger files are no tokenizer's."""
 
+MAX_TOKENS = 1 << 24
+"""No vocabulary has more; a larger number of a token is a mistake, or an attempt to fill the memory."""
+
 _PROCESSOR_TEMPLATE_PATH = "chat_template.json"
 _OTHER_TEMPLATES = "additional_chat_templates/"
 _VOCABULARY_PATHS = ("vocab.json", "vocab.txt")
@@ -89,9 +92,18 @@ def read_vocabulary(files: Files, where: str) -> Vocabulary | None:
         where: whose they are, for messages.
 
     Raises:
-        BadInputError: they cannot be read, or are of a kind that does not list its tokens.
+        BadInputError: they cannot be read, are of a kind that does not list its tokens, or number them beyond all bounds.
         UsageError: the `tokenizers` library is not installed.
     """
+    found = _read(files, where)
+    if found is not None and found.size > MAX_TOKENS:
+        raise BadInputError(
+            f"{where}: its tokenizer numbers tokens up to {found.size - 1:,}, beyond the {MAX_TOKENS:,} allowed"
+        )
+    return found
+
+
+def _read(files: Files, where: str) -> Vocabulary | None:
     if TOKENIZER_PATH in files:
         return _vocabulary_of(_complete(_load(files[TOKENIZER_PATH], where), files, where))
     tokens: dict[str, int] = {}

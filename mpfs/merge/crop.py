@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpfs.merge.architecture import is_embedding, is_head
+from mpfs.merge.architecture import vocabulary_tensors
 from mpfs.merge.derived import Derivation, cut_rows, derive
 from mpfs.merge.models import Model
 from mpfs.objects import Input, ObjectId, Tensor
@@ -34,22 +34,13 @@ class Crop:
 
 def find_crops(models: Sequence[Model]) -> dict[int, Crop]:
     """What is to be cut of which model, so that all have as many words as the one with the fewest; pure."""
-    rows: dict[int, int] = {}
-    for index, model in enumerate(models):
-        name = model.architecture.embedding
-        if name is not None and len(model.tensors[name].tensor.shape) == 2:
-            rows[index] = model.tensors[name].tensor.shape[0]
+    names = [
+        vocabulary_tensors({name: item.tensor.shape for name, item in model.tensors.items()}, model.config)
+        for model in models
+    ]
+    rows = {index: models[index].tensors[found[0]].tensor.shape[0] for index, found in enumerate(names) if found}
     fewest = min(rows.values(), default=0)
-    crops: dict[int, Crop] = {}
-    for index, count in rows.items():
-        if count > fewest > 0:
-            names = tuple(
-                name
-                for name, item in models[index].tensors.items()
-                if (is_embedding(name) or is_head(name)) and item.tensor.shape[:1] == (count,)
-            )
-            crops[index] = Crop(names, count, fewest)
-    return crops
+    return {index: Crop(tuple(names[index]), count, fewest) for index, count in rows.items() if count > fewest > 0}
 
 
 def cropped(store: Store, model: Model, crop: Crop, author: str) -> ObjectId:

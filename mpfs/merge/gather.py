@@ -64,7 +64,9 @@ def gathered(
     if padding:
         mean = sums / max(1, rows.shape[1])
         row = converted(mean, "F64", dtype).tobytes()
-        yield row * padding
+        together = _rows_in(_READ_BYTES, width, dtype)
+        for low in range(0, padding, together):
+            yield row * min(together, padding - low)
 
 
 def _rows_in(size: int, width: int, dtype: str) -> int:

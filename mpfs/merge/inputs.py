@@ -116,7 +116,12 @@ class _Report:
             told = [self._with_near(item) for item in tensors[:_SHOWN]] + tensors[_SHOWN:]
             lenient.append(f"{name} has {_tensors(tensors)} that the base has not: {_some(told)}")
         if errors:
-            crop = "cut vocabularies to what all models have with --on-mismatch crop, " if self.reshaped else ""
+            crop = (
+                "align vocabularies with tokenizer_source in the recipe, or cut them to what all models have with "
+                "--on-mismatch crop, "
+                if self.reshaped
+                else ""
+            )
             raise MismatchError(
                 f"the models do not fit: {'; '.join(errors)}. Choose models of one architecture, {crop}or take the "
                 "base's tensors there with --on-mismatch base",

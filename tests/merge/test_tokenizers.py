@@ -297,6 +297,11 @@ def test_auto_counts_and_prefers_the_first(lab: Lab) -> None:
     [
         ({"tokenizer.json": b"{"}, BadInputError, "a: tokenizer.json cannot be read"),
         ({"tokenizer.json": b'{"model": 5}'}, BadInputError, "a: tokenizer.json cannot be read"),
+        (
+            {"tokenizer.json": tokenizer(["a"]).replace(b'"a": 0', b'"a": 4294967295')},
+            BadInputError,
+            "up to 4,294,967,295",
+        ),
         ({"tokenizer_config.json": b"[]"}, BadInputError, "tokenizer_config.json: not a JSON object"),
         ({"tokenizer.json": b"", "tokenizer.model": b"x"}, BadInputError, "only tokenizer.model.*save_pretrained"),
         ({"tokenizer.json": b"", "vocab.json": b'{"a": "b"}'}, BadInputError, "vocab.json: not a vocabulary"),

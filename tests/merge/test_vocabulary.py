@@ -325,6 +325,7 @@ def parsed(**more: Any) -> Recipe:
             "a model's name, not nothing",
         ),
         ({"tokenizer": {"pad_to_multiple_of": 1.5}}, "tokenizer.pad_to_multiple_of", "whole number"),
+        ({"tokenizer": {"pad_to_multiple_of": 10**12}}, "tokenizer.pad_to_multiple_of", "to 65,536"),
         ({"tokenizer": {"pad_to_multiple_of": True}}, "tokenizer.pad_to_multiple_of", "whole number"),
         ({"chat_template": "chatmll"}, "chat_template", "did you mean chatml?"),
         ({"chat_template": 5}, "chat_template", "must be text"),

@@ -36,7 +36,7 @@ REFUSED = {
     "neither": "one of token and token_id",
     "both-ways": "one of token and token_id",
     "kind": "neither zero nor model_token",
-    "negative": "0 or more",
+    "negative": "a whole number from 0",
     "nothing": "union, base or a model's name, not nothing",
     "base-without": "bare has no tokenizer files",
     "short-template": "no jinja template",

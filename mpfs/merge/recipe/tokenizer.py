@@ -16,6 +16,8 @@ UNION = "union"
 BASE = "base"
 _WORDS = (UNION, BASE)
 
+_LARGEST_MULTIPLE = 1 << 16
+
 RuleKind: TypeAlias = Literal["default", "zero", "model", "model_token"]
 
 _SOURCE_HINT = "a model's name, {kind: zero} or {kind: model_token, model: NAME, token: TOKEN}"
@@ -188,8 +190,9 @@ def _source(given: Any, path: str, problems: list[Problem]) -> TokenRule | None:
 def _multiple(given: Any, problems: list[Problem]) -> int | None:
     if given is None or (given == 0 and not isinstance(given, bool)):
         return None
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        problems.append(problem("tokenizer.pad_to_multiple_of", "must be a whole number, 0 or more (0: no padding)"))
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= _LARGEST_MULTIPLE:
+        told = f"must be a whole number from 0 (no padding) to {_LARGEST_MULTIPLE:,}"
+        problems.append(problem("tokenizer.pad_to_multiple_of", told))
         return None
     return given
 
