@@ -247,7 +247,8 @@ class Execution:
 
     def _window(self, job: Job) -> int:
         """How many columns may be in flight."""
-        return max(1, min(8 * self.threads, (self.memory - FIXED_MEMORY) // self.in_flight(job)))
+        held = (_AHEAD + 1) * job.operator.held(job.context, job.parameters)
+        return max(1, min(8 * self.threads, (self.memory - FIXED_MEMORY - held) // self.in_flight(job)))
 
     def in_flight(self, job: Job) -> int:
         """The memory that a column takes while it is computed, in bytes: its inputs in the work dtype, and operators'

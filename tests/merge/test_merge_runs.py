@@ -214,6 +214,11 @@ def test_no_more_columns_are_in_flight_than_memory_allows(models: Lab, monkeypat
     assert most == 1
     models.merge(full, threads=4, reuse=False)
     assert 1 < most <= 4
+    # What an operator holds of a whole tensor counts, too.
+    most = 0
+    monkeypatch.setattr(type(get_operator("ties")), "held", lambda *_: 1 << 40)
+    models.merge(full, threads=4, reuse=False)
+    assert most == 1
 
 
 def test_keep_and_compute_are_what_the_plan_says(models: Lab) -> None:

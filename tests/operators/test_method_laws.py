@@ -7,7 +7,7 @@ import dataclasses
 import operator_cases as cases
 import pytest
 import torch
-from method_cases import ASKS, Ask, merge
+from method_cases import ASKS, Ask, context, merge
 from test_methods import awkward
 
 from mpfs.merge.operators import Parameters, get_operator, operator_names
@@ -100,6 +100,21 @@ def test_only_the_ratio_of_normalised_weights_counts(method: str) -> None:
         for factor in (1.0, 5.0)
     ]
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("ask", ALL, ids=str)
+def test_what_is_held_besides_columns_is_told(ask: Ask) -> None:
+    """A row of every model, or a few numbers for each run along the first axis; never what grows with both axes."""
+    sizes = [
+        get_operator(ask.method).held(context(shape, ask.experts, torch.float32), ask.parameters())
+        for shape in ((1000, 50), (10, 50), (10, 5000))
+    ]
+    by_rows = ask.method in ("della", "della_linear", "arcee_fusion") or {"filter_wise", "nuslerp_flatten"} & {
+        *ask.shared
+    }
+    assert sizes[0] == sizes[1]
+    assert (sizes[2] > 0) == bool(by_rows)
+    assert sizes[2] == 100 * sizes[1]
 
 
 @pytest.mark.parametrize("based", [True, False])

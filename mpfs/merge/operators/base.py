@@ -174,6 +174,15 @@ class Operator(ABC):
         empty where there is no histogram of its delta. Without entries, a method has no use for histograms."""
         return ()
 
+    def held(self, context: TensorContext, parameters: Parameters) -> int:
+        """The bytes that `prepare` holds besides the columns that it is given, if they depend on the tensor's shape.
+
+        The engine counts them against its memory bound. By rows, that is a row of every model, put together in float64.
+        """
+        if not self.by_rows:
+            return 0
+        return 16 * (len(parameters.experts) + 1) * (context.shape or (context.numel,))[-1]
+
     def prepare(
         self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
     ) -> Prepared:

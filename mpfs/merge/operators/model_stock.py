@@ -51,6 +51,11 @@ class ModelStock(Operator):
         """Fewer than two models besides the base."""
         return checked(self, parameters)
 
+    def held(self, context: TensorContext, parameters: Parameters) -> int:
+        """Rows with `filter_wise`, else nothing."""
+        rows = value_of(self.parameters, parameters.shared, "filter_wise")
+        return super().held(context, parameters) if rows else 0
+
     def prepare(
         self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
     ) -> Prepared:

@@ -64,6 +64,13 @@ class NuSlerp(Operator):
         """With a base only deltas are interpolated, and none gives none."""
         return True
 
+    def held(self, context: TensorContext, parameters: Parameters) -> int:
+        """Rows; or sums, norms and factors of runs along the first axis."""
+        along = self._along(context, parameters)
+        if along == "first axis":
+            return 16 * 8 * (context.numel // max(1, shape_of(context)[0]))
+        return super().held(context, parameters) if along == "rows" else 0
+
     def prepare(
         self, context: TensorContext, parameters: Parameters, columns: Callable[[], Iterator[Column]]
     ) -> Prepared:
