@@ -125,7 +125,7 @@ def test_values_as_people_write_them(text: str, expected: tuple[Any, ...]) -> No
     assert parse_setting(text).values == expected
 
 
-@pytest.mark.parametrize("text", ["", "density", "=0.3", "d=0.3,,0.5", "d=[0.3", "d=0.3],[0.5", "d={a", "d=*x", "d=&a 1,*a"])  # fmt: skip
+@pytest.mark.parametrize("text", ["", "density", "=0.3", "d=0.3,,0.5", "d=[0.3", "d=0.3],[0.5", "d={a", "d=*x"])  # fmt: skip
 def test_what_is_no_setting(text: str) -> None:
     with pytest.raises(UsageError):
         parse_setting(text)

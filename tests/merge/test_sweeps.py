@@ -166,9 +166,10 @@ def test_blocks_are_read_as_often_as_by_one_merge(
 
 
 def test_variants_that_agree_are_planned_as_they_would_be_alone(models: Lab) -> None:
-    report = sweep(models, asked(), {"models.*.parameters.density": [0.3, 0.5]}, budget=HALF, dry_run=True)
-    for plan, density in zip(plans(report), (0.3, 0.5), strict=True):
-        alone = models.repository.plan(recipe("ties", 3, densities=[density] * 3), budget=HALF).plan
+    values = {"parameters.lambda": [1.0, 0.5]}
+    report = sweep(models, asked("task_arithmetic"), values, budget=HALF, dry_run=True)
+    for plan, factor in zip(plans(report), (1.0, 0.5), strict=True):
+        alone = models.repository.plan(asked("task_arithmetic", parameters={"lambda": factor}), budget=HALF).plan
         assert [item.selections for item in plan.tensors] == [item.selections for item in alone.tensors]
         assert plan.budget == HALF
 

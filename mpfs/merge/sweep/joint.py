@@ -2,8 +2,8 @@
 
 The merges are weighed as one. A block is worth what it keeps of each of them, as a share of that merge's own delta
 energy, so that no merge counts for more because its weights are large; the planner then chooses for the sum as it
-would for one merge. Where the merges agree on what matters (all weights in proportion, whatever the densities) this is
-the choice that each would have made alone.
+would for one merge. Where the merges agree on what matters (all weights in proportion) this is the choice that each
+would have made alone.
 """
 
 from __future__ import annotations
