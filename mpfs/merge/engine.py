@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import sqrt
@@ -66,7 +66,8 @@ class Outcome:
 
 @dataclass(slots=True)
 class Job:
-    """A planned tensor at work: what its columns need. `description` is what their results depend on, besides blocks."""
+    """A planned tensor at work: what its columns need. `description` is what their preparation depends on, besides
+    blocks, and `digest` stands for what their results do."""
 
     tensor: PlanTensor
     operator: Operator
@@ -76,6 +77,7 @@ class Job:
     blocks: list[BlockId]
     remaining: int
     description: Json
+    digest: str = ""
     prepared: Prepared = field(default_factory=dict)
     path: FastPath | None = None
     path_known: bool = False
@@ -196,7 +198,7 @@ class Execution:
                 for job in self._jobs(executor):
                     window = 8 * self.threads
                     for columns in job.columns.batches():
-                        known = [self.look_up(job, column) for column in columns]
+                        known = self.look_up(job, columns)
                         unknown = [column for column, found in zip(columns, known, strict=True) if not found.reused]
                         if unknown:
                             window = self._window(job)
@@ -296,7 +298,7 @@ class Execution:
         description = self._description(tensor, inputs, context)
         job = Job(tensor, self.operator, context, parameters, columns, blocks, count, description)
         job.prepared = self._prepare(job, executor)
-        job.description = {**description, "prepared": dict(job.prepared)}
+        job.digest = reuse_key({**description, "prepared": dict(job.prepared)}).hex()
         return job
 
     def _path(self, job: Job) -> FastPath | None:
@@ -385,12 +387,15 @@ class Execution:
     def _input_blocks(self, job: Job, column: int) -> tuple[str | None, list[str | None]]:
         return _hex(job.columns.base_blocks(column)), [_hex(run) for run in job.columns.expert_blocks(column)]
 
-    def look_up(self, job: Job, column: int) -> Result:
-        """A column's key, and its result if it is known from an earlier merge."""
-        base, inputs = self._input_blocks(job, column)
-        start = column * job.tensor.column_elements
-        key = reuse_key({**job.description, "start": start, "base": base, "inputs": inputs})
-        return Result(key, self.store.reuse.blocks(key) if self.reuse else None)
+    def look_up(self, job: Job, columns: Sequence[int]) -> list[Result]:
+        """Columns' keys, and their results if they are known from an earlier merge."""
+        keys = []
+        for column in columns:
+            base, inputs = self._input_blocks(job, column)
+            start = column * job.tensor.column_elements
+            keys.append(reuse_key({"tensor": job.digest, "start": start, "base": base, "inputs": inputs}))
+        found = self.store.reuse.blocks_of(keys) if self.reuse else [None] * len(keys)
+        return [Result(key, blocks) for key, blocks in zip(keys, found, strict=True)]
 
     def column(self, job: Job, column: int, known: Result) -> Result:
         """On a worker thread: compute a column's result, unless it is known."""

@@ -55,7 +55,8 @@ class _Known(Execution):
         if self.reuse:
             try:
                 job = self.job(tensor, executor)
-                columns = [column for column in columns if self.look_up(job, column).reused is None]
+                found = self.look_up(job, columns)
+                columns = [column for column, known in zip(columns, found, strict=True) if known.reused is None]
             except _UnknownError:
                 pass
         size = self.plan.block_size

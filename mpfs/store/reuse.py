@@ -7,6 +7,7 @@ entry is only believed while all its blocks are in the store.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from mpfs.objects import BlockId
 from mpfs.objects.encoding import Json, encode
@@ -28,19 +29,25 @@ class ReuseTable:
 
     def blocks(self, key: bytes) -> tuple[BlockId, ...] | None:
         """The output blocks that were stored under `key`, if all of them are still there."""
+        return self.blocks_of([key])[0]
+
+    def blocks_of(self, keys: Sequence[bytes]) -> list[tuple[BlockId, ...] | None]:
+        """The same for several keys, in one transaction."""
         with self._environment.read() as txn:
-            raw = _payload(txn, key)
-            if raw is None:
-                return None
-            blocks = tuple(raw[i : i + BLOCK_ID_SIZE] for i in range(0, len(raw), BLOCK_ID_SIZE))
-            if all(txn.contains("block_info", block) for block in blocks):
-                return blocks
-            return None
+            return [_blocks(txn, key) for key in keys]
 
     def value(self, key: bytes) -> bytes | None:
         """The bytes that were stored under `key`."""
         with self._environment.read() as txn:
             return _payload(txn, key)
+
+
+def _blocks(txn: Transaction, key: bytes) -> tuple[BlockId, ...] | None:
+    raw = _payload(txn, key)
+    if raw is None:
+        return None
+    blocks = tuple(raw[i : i + BLOCK_ID_SIZE] for i in range(0, len(raw), BLOCK_ID_SIZE))
+    return blocks if all(txn.contains("block_info", block) for block in blocks) else None
 
 
 def _payload(txn: Transaction, key: bytes) -> bytes | None:

@@ -260,7 +260,7 @@ class _Run:
         while batch := list(islice(rest, BATCH)):
             found = {
                 stripe: [
-                    _Item(member, job, column, member.look_up(job, column))
+                    _Item(member, job, column, member.look_up(job, [column])[0])
                     for member, job, column in stripes[stripe]
                     if member.failure is None
                 ]
