@@ -81,7 +81,9 @@ def put_pairs(store: Store, records: Mapping[Pair, PairRecord]) -> None:
 
 def pairs_size(records: Mapping[Pair, PairRecord]) -> int:
     """About how many bytes records take in the store."""
-    return sum(len(item.distances or b"") + len(item.histogram or b"") + 4096 for item in records.values())
+    payloads = [len(part or b"") for item in records.values() for part in (item.distances, item.histogram)]
+    # Large values have pages of their own, small ones share them.
+    return sum(size + (4096 if size > 1024 else 256) for size in payloads)
 
 
 def put_pair_records(txn: Transaction, records: Mapping[Pair, PairRecord]) -> None:
