@@ -12,7 +12,7 @@ from mpfs.objects.dtypes import itemsize
 from mpfs.stats.differences import Comparison
 from mpfs.stats.estimate import combine
 from mpfs.stats.record import RECORD, Records
-from mpfs.store import BlockReader, stats_key
+from mpfs.store import BlockReader, stats_keys
 from mpfs.store.pairs import PairRecord
 
 _BATCH_BLOCKS = 16
@@ -24,8 +24,7 @@ def block_records(reader: BlockReader, tensor: Tensor) -> Records:
     Raises:
         IntegrityError: one is missing.
     """
-    keys = [stats_key(block, tensor.dtype, tensor.block_start(index)) for index, block in enumerate(tensor.blocks)]
-    return np.frombuffer(b"".join(reader.stats(keys)), RECORD)
+    return np.frombuffer(b"".join(reader.stats(stats_keys(tensor))), RECORD)
 
 
 def blocks_per_column(tensor: Tensor, column_elements: int) -> int:

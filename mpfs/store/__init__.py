@@ -1,6 +1,6 @@
 """The store: blocks, objects and refs in one LMDB environment, with transactions, locks, gc and fsck."""
 
-from mpfs.store.blocks import BlockInfo, BlockReader, stats_key
+from mpfs.store.blocks import BlockInfo, BlockReader, stats_key, stats_keys
 from mpfs.store.fsck import FsckReport, Problem, check
 from mpfs.store.gc import GcPlan, GcResult, execute_gc, plan_gc
 from mpfs.store.objects import ObjectReader
@@ -39,4 +39,5 @@ __all__ = [
     "repair",
     "reuse_key",
     "stats_key",
+    "stats_keys",
 ]

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpfs.errors import IntegrityError
-from mpfs.objects import BlockId, block_id
+from mpfs.objects import BlockId, Tensor, block_id
 from mpfs.objects.dtypes import CODES
 from mpfs.store.environment import Environment, Transaction
-from mpfs.store.seal import unseal
+from mpfs.store.seal import unseal_all
 
 RAW = 0
 """The codec of payloads that are the raw bytes; no other is defined yet."""
@@ -66,6 +68,15 @@ def footprint(size: int) -> int:
 def stats_key(block: BlockId, dtype: str, first_element: int) -> bytes:
     """The key of a block's statistics: they depend on its bytes, its dtype and where in a tensor it lies."""
     return block + bytes([CODES[dtype]]) + first_element.to_bytes(8, "big")
+
+
+def stats_keys(tensor: Tensor) -> list[bytes]:
+    """The keys of the statistics of all of a tensor's blocks."""
+    code = bytes([CODES[tensor.dtype]])
+    starts = [tensor.block_start(index) for index in range(min(2, len(tensor.blocks)))]
+    step = starts[-1] if starts else 0
+    places = (np.arange(len(tensor.blocks), dtype=np.uint64) * np.uint64(step)).astype(">u8").tobytes()
+    return [block + code + places[8 * index : 8 * index + 8] for index, block in enumerate(tensor.blocks)]
 
 
 def read_ahead(environment: Environment, blocks: Sequence[BlockId]) -> None:
@@ -119,14 +130,17 @@ class BlockReader:
         Raises:
             IntegrityError: one is missing or damaged.
         """
-        records = []
         with self._environment.read() as txn:
-            for key in keys:
-                record = txn.get("stats", key)
-                if record is None:
-                    raise IntegrityError(f"block {key[:16].hex()}: its statistics are missing", block=key[:16].hex())
-                records.append(unseal(key, record, f"block {key[:16].hex()}: its record of statistics"))
-        return records
+            found = txn.get_many("stats", keys)
+        payloads, damaged = unseal_all(found)
+        if damaged is not None:
+            name = damaged[:16].hex()
+            raise IntegrityError(f"block {name}: its record of statistics is damaged: its checksum does not match")
+        try:
+            return [payloads[key] for key in keys]
+        except KeyError as error:
+            name = error.args[0][:16].hex()
+            raise IntegrityError(f"block {name}: its statistics are missing", block=name) from None
 
 
 def _verified(txn: Transaction, block: BlockId, where: str) -> memoryview:

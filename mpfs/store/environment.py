@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -432,6 +432,11 @@ class Transaction:
         """Whether the key is there, without touching the value's pages."""
         with self._txn.cursor(self._databases[database]) as cursor:
             return bool(cursor.set_key(key))
+
+    def get_many(self, database: str, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """The values of those of many keys that are there, copied: much faster than one by one."""
+        with self._txn.cursor(self._databases[database]) as cursor:
+            return {bytes(key): bytes(value) for key, value in cursor.getmulti(keys)}
 
     def size(self, database: str, key: bytes) -> int | None:
         """Length of the value in bytes, without touching its pages; None if the key is not there."""

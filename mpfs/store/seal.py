@@ -7,6 +7,8 @@ when it is read, and is never the input of anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import xxhash
 
 from mpfs.errors import IntegrityError
@@ -30,6 +32,18 @@ def unseal(key: bytes, value: bytes | memoryview, what: str) -> bytes:
     if len(whole) < SEAL_SIZE or whole[-SEAL_SIZE:] != _checksum(key, payload):
         raise IntegrityError(f"{what} is damaged: its checksum does not match")
     return payload
+
+
+def unseal_all(records: Mapping[bytes, bytes]) -> tuple[dict[bytes, bytes], bytes | None]:
+    """The payloads of many stored values by key, and the first key whose value does not belong to it, if there is one."""
+    checksum = xxhash.xxh3_64_digest
+    payloads: dict[bytes, bytes] = {}
+    for key, whole in records.items():
+        payload = whole[:-SEAL_SIZE]
+        if len(whole) < SEAL_SIZE or checksum(key + payload) != whole[-SEAL_SIZE:]:
+            return payloads, key
+        payloads[key] = payload
+    return payloads, None
 
 
 def is_sealed(key: bytes, value: bytes | memoryview) -> bool:
