@@ -20,12 +20,13 @@ import lmdb
 import numpy as np
 
 from mpfs.errors import LockedError, MPFSError, NotARepositoryError
-from mpfs.store.ahead import RoomAhead
+from mpfs.store.ahead import SMALLEST, RoomAhead
 from mpfs.store.config import Config, Stamp, read_config, stamp, sync_directory
 from mpfs.store.failures import MAX_READERS, translate
 from mpfs.store.filesystem import mapping_start
 from mpfs.store.locks import opening
 from mpfs.store.pages import check_metas
+from mpfs.store.writeback import early_writeback
 
 DATABASES = (
     "blocks",
@@ -342,6 +343,10 @@ class Environment:
         """Ask the kernel to read a range of data.mdb in the background."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle.fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def writing_back(self, size: int) -> AbstractContextManager[None]:
+        """Around a write transaction of about `size` bytes: let the disk begin before everything is there."""
+        return early_writeback(self._handle.fd) if size >= SMALLEST else nullcontext()
 
     def data_size(self) -> int:
         """Bytes of data.mdb."""

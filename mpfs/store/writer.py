@@ -235,8 +235,9 @@ class Writer:
         placed: list[BlockId] = []
         # A block that is there already will be compared, page by page; if it is not in memory, all are read at once.
         read_ahead(self._environment, [staged.block for staged in batch.blocks])
-        with self._environment.write(needed=batch.nbytes) as txn:
-            txn.take_room(batch.nbytes)
+        size = batch.nbytes
+        with self._environment.writing_back(size), self._environment.write(needed=size) as txn:
+            txn.take_room(size)
             self._place(txn)
             for staged in batch.blocks:
                 new.append(_put_block(txn, staged))

@@ -57,6 +57,7 @@ def fill(disk: Path, left: int) -> Path:
 @pytest.mark.parametrize("operation", ["import", "merge"])
 def test_no_space(children: Children, disk: Path, tmp_path: Path, operation: str, left: int) -> None:
     repo = new_repository(disk / "repo", tmp_path)
+    calm = shutil.copytree(repo, tmp_path / "calm")
     source = variant(tmp_path, 50)
     command: dict[str, object] = {"op": operation, "repo": str(repo), "batch": BATCH, "check_space": False}
     command |= {"source": str(source), "ref": "new"} if operation == "import" else {"recipe": recipe(50), "into": "new"}
@@ -71,7 +72,6 @@ def test_no_space(children: Children, disk: Path, tmp_path: Path, operation: str
     filler.unlink()
     assert children.run(op="checks", repo=str(repo)).result == before
     snapshot = children.run(**command).result["snapshot"]
-    calm = new_repository(tmp_path / "calm", tmp_path)
     assert children.run(**{**command, "repo": str(calm)}).result["snapshot"] == snapshot
     with Repository.open(repo) as repository:
         assert repository.fsck(read_data=True).problems == ()
