@@ -1,4 +1,4 @@
-"""What a merge loads: torch only where there is no kernel, numba only where something is computed, and no block again."""
+"""What a merge loads: torch only where there is no kernel, kernels only where something is computed, and no block again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAM = """
 import sys
 from mpfs_cli.main import run
 code = run(sys.argv[1:])
-print(*sorted({"torch", "numba", "scipy"} & sys.modules.keys()), file=sys.stderr)
+print(*sorted({"torch", "numba", "llvmlite"} & sys.modules.keys()), file=sys.stderr)
 sys.exit(code)
 """
 
