@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,9 @@ def asked(method: str = "ties", **top: Any) -> dict[str, Any]:
     return recipe(method, 3, densities=densities, **top)
 
 
-def sweep(lab: Lab, given: Any, values: dict[str, Sequence[Any]], into: str = "sweep", **options: Any) -> SweepReport:
+def sweep(
+    lab: Lab, given: Any, values: Mapping[str, Sequence[Any]], into: str = "sweep", **options: Any
+) -> SweepReport:
     options.setdefault("threads", 2)
     return lab.repository.sweep(given, values, into, **options)
 
@@ -105,7 +107,7 @@ def test_variants_are_what_they_would_be_alone(
 ) -> None:
     if not fast:
         without_kernels(monkeypatch)
-    values = {"models.e0.parameters.weight": [0.3, 0.9], "out_dtype": ["float32", "bfloat16"]}
+    values: dict[str, list[Any]] = {"models.e0.parameters.weight": [0.3, 0.9], "out_dtype": ["float32", "bfloat16"]}
     assert_as_alone(models, sweep(models, asked(method), values, budget=HALF))
 
 
@@ -269,7 +271,7 @@ def test_a_dry_run_stores_plans_and_merges_nothing(models: Lab) -> None:
 
 
 def test_mistakes_of_all_variants_are_told_together(models: Lab) -> None:
-    def wrong(values: dict[str, Sequence[Any]], given: dict[str, Any] | None = None) -> dict[str, str]:
+    def wrong(values: Mapping[str, Sequence[Any]], given: dict[str, Any] | None = None) -> dict[str, str]:
         return problems_of(lambda: sweep(models, given or asked(), values))
 
     assert wrong({"parameters.densty": [1, 2]}) == {
