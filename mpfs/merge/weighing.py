@@ -12,12 +12,13 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
+from mpfs.merge.election import elected_weights, elects
 from mpfs.merge.inputs import TensorInputs
 from mpfs.merge.magnitudes import Histograms
 from mpfs.merge.models import ModelTensor
 from mpfs.merge.operators import Operator
 from mpfs.merge.planner import Candidates
-from mpfs.merge.weights import DeltaWeights, delta_weights
+from mpfs.merge.weights import DeltaWeights, delta_weights, normalizes
 from mpfs.objects import BlockId, ObjectId, Tensor
 from mpfs.stats import Records, delta_gram
 from mpfs.stats.exact import in_columns, unpack_distances, with_exact
@@ -75,6 +76,12 @@ class Weigher:
         free = inputs.base is None or not deltas.cost.any()
         gram, drift = deltas.gram, 0.0
         if not free:
+            if elects(operator):
+                whole_tensor = np.cumsum(gram, axis=0)[-1]
+                averaged = normalizes(operator, inputs.parameters)
+                weights = DeltaWeights(
+                    elected_weights(operator, inputs.parameters, weights.experts, whole_tensor, averaged)
+                )
             gram = gram.copy()
             with np.errstate(over="ignore", invalid="ignore"):
                 for i, first in enumerate(weights.experts):

@@ -25,7 +25,7 @@ def delta_weights(operator: Operator, parameters: Parameters) -> DeltaWeights:
     total = 0.0
     for weight in weights:
         total += weight
-    normalize = bool(_shared(operator, parameters, "normalize", default=False))
+    normalize = normalizes(operator, parameters)
     if operator.name == "linear":
         if not normalize:
             return DeltaWeights(tuple(weights), total - 1.0)
@@ -34,6 +34,11 @@ def delta_weights(operator: Operator, parameters: Parameters) -> DeltaWeights:
     if normalize and operator.interaction == "additive" and abs(total) >= _SMALL_DIVISOR:
         factor /= total
     return DeltaWeights(tuple(weight * factor for weight in weights))
+
+
+def normalizes(operator: Operator, parameters: Parameters) -> bool:
+    """Whether what is added up is divided by weights."""
+    return bool(_shared(operator, parameters, "normalize", default=False))
 
 
 def _shared(operator: Operator, parameters: Parameters, name: str, *, default: float | bool) -> float | bool:
