@@ -266,6 +266,7 @@ class _Work:
         self, index: int, name: str, rows: Rows, padding: int, sources: Mapping[int, tuple[str, ModelTensor]]
     ) -> _Change:
         used = {other: item for other, item in sources.items() if (rows[other] >= 0).any()}
+        used = used or {index: sources[index]}  # nothing but zeros, in rows of its length
         own = sources[index][1].tensor
         dtype = own.dtype
         if set(used) - {index} or padding:

@@ -223,6 +223,14 @@ def test_tokens_without_rows(lab: Lab) -> None:
     assert any("no model has a row for, and which get zeros: 'none'" in note for note in report.notes)
 
 
+def test_a_vocabulary_without_a_token_in_common(lab: Lab) -> None:
+    add(lab, "base", WORDS)
+    add(lab, "other", ["x", "y", "z"])
+    report = lab.merge(asked("base", tokenizer={"source": "other", "pad_to_multiple_of": 2}))
+    assert lab.load()[EMBEDDING].tolist() == [[0.0] * 40] * 4
+    assert any("3 zero, 1 of padding" in note for note in report.notes)
+
+
 def test_a_model_beside_the_merge_lends_rows(lab: Lab) -> None:
     add(lab, "base", WORDS)
     lent = add(lab, "lender", ["x", "y"])
@@ -242,6 +250,26 @@ def test_fidelity_and_budgets(lab: Lab) -> None:
     full = lab.merge(recipe, verify_fidelity=True)
     assert full.figures.fidelity == pytest.approx(1.0)
     assert json.loads(json.dumps(lab.repository.find_plan(full.plan).plan.recipe))["tokenizer"] == {"source": "union"}
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+def test_rows_of_another_dtype(lab: Lab, dtype: str | None) -> None:
+    """What comes from others is taken in the dtype of the merge; a model that only moves its own rows keeps its own."""
+    words = [*WORDS, "x"]
+    base, tuned = values(60, 1, dtype=torch.bfloat16), values(61, 2)
+    lab.add("base", base, {"tokenizer.json": tokenizer(WORDS)})
+    lab.add("a", tuned, {"tokenizer.json": tokenizer(words[::-1])})
+    lab.merge(asked("base", "a", tokenizer_source="union", **({} if dtype is None else {"dtype": dtype})))
+    wanted = torch.cat([base[EMBEDDING].float(), tuned[EMBEDDING][:1]])
+    wide = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    found = lab.load()[EMBEDDING]
+    assert found.dtype == wide
+    assert torch.equal(found, wanted.to(wide))
+    made = {name: lab.blocks(name)[EMBEDDING].dtype for name in derived(lab)}
+    assert {name.split("-")[0]: kind for name, kind in made.items()} == {
+        "derived/a": "F32",
+        "derived/base": "BF16" if dtype == "bfloat16" else "F32",
+    }
 
 
 # -- chat templates ---------------------------------------------------------------------------------------------------
@@ -287,6 +315,27 @@ def test_auto_counts_and_prefers_the_first(lab: Lab) -> None:
     report = lab.merge(asked("base", chat_template="auto"))
     assert "chat_template: none of the models has one" in report.notes
     assert "chat_template.jinja" not in files_of(lab)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("chatml", "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            "llama3",
+            "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        ("mistral", "<s> [INST] S\n\nU [/INST]"),
+        ("alpaca", "S\n\n### Instruction:\nU\n\n### Response:\n"),
+        ("exaone", "[|system|]S[|endofturn|]\n[|user|]U\n[|assistant|]"),
+    ],
+)
+def test_what_named_templates_say(name: str, said: str) -> None:
+    jinja2 = pytest.importorskip("jinja2")
+    turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATES[name])
+    assert template.render(messages=turns, add_generation_prompt=True, bos_token="<s>", eos_token="</s>") == said
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
