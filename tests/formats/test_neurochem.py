@@ -50,7 +50,7 @@ def test_what_is_found(tmp_path: Path) -> None:
     ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(files=neurochem_networks())
 def test_any_networks_come_back(
     shared: Repository, tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]

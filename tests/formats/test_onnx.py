@@ -199,7 +199,7 @@ def test_a_merge_of_published_models_runs_through_the_library(
             assert np.allclose(array, (base[name] + expert[name]) / 2, atol=1e-6), name
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(content=onnx_models())
 def test_any_model_comes_back(tmp_path_factory: pytest.TempPathFactory, shared: Repository, content: bytes) -> None:
     folder = tmp_path_factory.mktemp("x")

@@ -262,7 +262,7 @@ class TestHostile:
             with pytest.raises(FormatError, match=message):
                 read(tmp_path, stream.getvalue())
 
-    @settings(deadline=None, max_examples=150)
+    @settings(deadline=None, max_examples=80)
     @given(data=st.data())
     def test_any_damage_is_our_error_or_harmless(self, content: bytes, data: st.DataObject) -> None:
         broken = bytearray(content)
@@ -276,7 +276,7 @@ class TestHostile:
             for tensor in state.tensors.values():
                 assert len(tensor_bytes(tensor)) == tensor.numel() * tensor.element_size()
 
-    @settings(deadline=None, max_examples=200)
+    @settings(deadline=None, max_examples=80)
     @given(place=st.integers(0, 1 << 20), byte=st.integers(0, 255))
     def test_any_damage_of_the_pickle_behind_right_checksums(self, content: bytes, place: int, byte: int) -> None:
         def edit(name: str, old: bytes) -> bytes:

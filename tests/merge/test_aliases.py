@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from merge_cases import Lab, Tensors, family, recipe
+from mpfs_cli.main import app
 from typer.testing import CliRunner
 
 from mpfs.errors import BadInputError, MismatchError
 from mpfs.objects import Budget, Plan
-from mpfs_cli.main import app
 
 pytest_plugins = ["merge_fixtures"]
 
@@ -47,8 +47,9 @@ WAYS: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("method", ["task_arithmetic", "linear", "ties"])
+@pytest.mark.parametrize(
+    ("way", "method"), [*((way, "task_arithmetic") for way in WAYS), ("both", "linear"), ("both", "ties")]
+)
 def test_it_is_as_if_the_names_were_the_base_s(lab: Lab, way: str, method: str) -> None:
     models = family(2, shapes=SHAPES)
     models.add_to(lab)
@@ -154,6 +155,7 @@ def test_forged_renamings_are_refused(lab: Lab) -> None:
     lab.add("e0", {modern(name): tensor for name, tensor in models.experts[0].items()})
     plan = lab.repository.plan(recipe("task_arithmetic", 1)).plan
     value = json.loads(plan.encode())
+    forged: object
     for forged in ([], {"e0": 3}, {"e0": {"a": 3}}, {"e0": {"a": "x" * (1 << 21)}}):
         value["renamed"] = forged
         path = lab.root / "plan.json"
