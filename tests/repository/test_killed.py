@@ -6,6 +6,7 @@ After each death: the refs are the old ones or the new ones, fsck is clean, and 
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ class Disturbed:
         self.root = root
         self.operation = operation
         self.path = new_repository(folder / "disturbed", root)
-        self.calm = new_repository(folder / "calm", root)
+        # A copy: a merge's model card names its models' commits, which depend on when they were made.
+        self.calm = shutil.copytree(self.path, folder / "calm")
         self.ref = {"import": "imported", "merge": "merged"}[operation]
 
     def command(self, number: int, path: Path) -> dict[str, object]:
