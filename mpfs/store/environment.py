@@ -433,15 +433,15 @@ class Transaction:
         """The value, as a buffer that is valid until the transaction ends."""
         return cast("memoryview | None", self._txn.get(key, db=self._databases[database]))
 
-    def contains(self, database: str, key: bytes) -> bool:
-        """Whether the key is there, without touching the value's pages."""
-        with self._txn.cursor(self._databases[database]) as cursor:
-            return bool(cursor.set_key(key))
-
     def get_many(self, database: str, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """The values of those of many keys that are there, copied: much faster than one by one."""
         with self._txn.cursor(self._databases[database]) as cursor:
             return {bytes(key): bytes(value) for key, value in cursor.getmulti(keys)}
+
+    def contains(self, database: str, key: bytes) -> bool:
+        """Whether the key is there, without touching the value's pages."""
+        with self._txn.cursor(self._databases[database]) as cursor:
+            return bool(cursor.set_key(key))
 
     def size(self, database: str, key: bytes) -> int | None:
         """Length of the value in bytes, without touching its pages; None if the key is not there."""
