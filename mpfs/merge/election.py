@@ -100,13 +100,20 @@ def _sparse(
     if operator.name in TRIMMED:
         largest = int(_SAMPLES * float(own.get("gamma", 0.0))) if operator.name != "ties" else 0
         count = int(_SAMPLES * density)
-        order = np.argsort(-np.abs(values), kind="stable")
-        kept = np.zeros(_SAMPLES, bool)
-        kept[order[largest : largest + count]] = True
+        size = -np.abs(values)
+        kept = _among_least(size, largest + count) & ~_among_least(size, largest)
         return np.where(kept, values, 0.0)
     drawn = (uniform_bits(place, 0, _SAMPLES) >> np.uint64(11)).astype(np.float64) * 2.0**-53 < density
     rescale = bool(shared.get("rescale", True)) and density > 0.0
     return np.where(drawn, values / density if rescale else values, 0.0)
+
+
+def _among_least(values: NDArray[np.float64], count: int) -> NDArray[np.bool_]:
+    """Which of the samples are among so many least ones."""
+    if not 0 < count < _SAMPLES:
+        return np.full(_SAMPLES, count > 0)
+    last = np.partition(values, count - 1)[count - 1]
+    return np.asarray(values <= last, bool)
 
 
 @lru_cache(maxsize=64)
