@@ -87,7 +87,7 @@ def _cosines(gram: NDArray[np.float64]) -> tuple[tuple[float | None, ...], ...]:
     norms = [sqrt(max(0.0, float(gram[i, i]))) for i in range(len(gram))]
     return tuple(
         tuple(
-            max(-1.0, min(1.0, float(gram[i, j]) / first / second)) if first > 0.0 and second > 0.0 else None
+            max(-1.0, min(1.0, float(gram[i, j]) / (first * second))) if first > 0.0 and second > 0.0 else None
             for j, second in enumerate(norms)
         )
         for i, first in enumerate(norms)
