@@ -6,7 +6,7 @@ the few elements at the end of a float32 tensor whose experts torch sums in an o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -205,12 +205,20 @@ class KernelCounts:
 
     def equal(self, wanted: Mapping[int, int]) -> dict[int, int]:
         """See `Counts`."""
-        for i, pattern in wanted.items():
-            self._equal[i] = [(number, count) for number, (count, _) in self._found(i, pattern)]
+        # A pass reads every expert, so one has to do for all of them.
+        self._equal.update({i: [] for i in wanted})
+        for number, counts in self._columns.map(
+            lambda column: [self._kernels.find_equal(self._dtype, column, i, p)[0] for i, p in wanted.items()]
+        ):
+            for i, count in zip(wanted, counts, strict=True):
+                self._equal[i].append((number, count))
         return {i: sum(count for _, count in self._equal[i]) for i in wanted}
 
     def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
         """See `Counts`."""
+        uncounted = {i: p for i, (p, _) in wanted.items() if i not in self._experts and i not in self._equal}
+        if uncounted:
+            self.equal(uncounted)
         return {i: self._cutoff(i, pattern, number) for i, (pattern, number) in wanted.items()}
 
     def _cutoff(self, expert: int, pattern: int, wanted: int) -> int:
@@ -218,21 +226,20 @@ class KernelCounts:
             if here >= wanted:
                 return self._cutoff_in([number], expert, pattern, wanted)
             wanted -= here
-        if expert not in self._experts:
-            return self._cutoff_in(None, expert, pattern, wanted)
-        place = self._experts.index(expert)
-        for numbers, counts in self._groups:
+        place = -1 if expert in self._equal else self._experts.index(expert)
+        for numbers, counts in self._groups if place >= 0 else ():
             here = int(counts[place, pattern % counts.shape[1]])
             if here >= wanted:
                 return self._cutoff_in(numbers, expert, pattern, wanted)
             wanted -= here
         raise ValueError("there are fewer elements than are wanted")
 
-    def _cutoff_in(self, numbers: Sequence[int] | None, expert: int, pattern: int, wanted: int) -> int:
-        """Within some columns, or wherever it is (None)."""
-        last = numbers[0] if numbers else -1
-        if numbers is None or len(numbers) > 1:
-            for number, (count, _) in self._found(expert, pattern, numbers):
+    def _cutoff_in(self, numbers: Sequence[int], expert: int, pattern: int, wanted: int) -> int:
+        last = numbers[0]
+        if len(numbers) > 1:
+            for number, (count, _) in self._columns.map(
+                lambda column: self._kernels.find_equal(self._dtype, column, expert, pattern), frozenset(numbers)
+            ):
                 last = number
                 if count >= wanted:
                     break
@@ -242,15 +249,6 @@ class KernelCounts:
             {last},
         )
         return start + place
-
-    def _found(
-        self, expert: int, pattern: int, only: Sequence[int] | None = None
-    ) -> Iterator[tuple[int, tuple[int, int]]]:
-        """How often an expert's deltas have a pattern, column by column."""
-        return self._columns.map(
-            lambda column: self._kernels.find_equal(self._dtype, column, expert, pattern),
-            None if only is None else frozenset(only),
-        )
 
 
 def _together(groups: Sequence[tuple[list[int], NDArray[np.int64]]]) -> tuple[list[int], NDArray[np.int64]]:
