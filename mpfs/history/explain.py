@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from mpfs.objects import Figures, Plan, PlanTensor
 from mpfs.objects.encoding import Json

@@ -49,14 +49,17 @@ class Run:
     figures: Figures
 
     def encode(self) -> bytes:
-        """The canonical encoding."""
+        """The canonical encoding: what says that a merge ran with others is left out where it ran alone, as ever."""
+        figures = self.figures.as_json()
+        if self.figures.variants == 1:
+            del figures["variants"]
         return encode(
             {
                 "kind": KIND,
                 "commit": self.commit,
                 "plan": self.plan,
                 "started": self.started,
-                "figures": self.figures.as_json(),
+                "figures": figures,
             }
         )
 
