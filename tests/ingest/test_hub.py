@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,49 @@ def test_what_is_not_there(repository: Repository, hub: dict[str, Any]) -> None:
     gone = {"endpoint": "http://127.0.0.1:9", "token": False}
     with refused(repository, BadInputError, match="the hub cannot be reached"):
         repository.import_checkpoint("org/name", "main", storage_options=gone)
+
+
+@pytest.fixture
+def silent() -> Iterator[dict[str, str | bool]]:
+    """A hub that takes connections, and never says anything."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield {"endpoint": f"http://127.0.0.1:{listening.getsockname()[1]}", "token": False}
+
+
+def test_a_hub_that_does_not_answer_is_given_up(
+    repository: Repository, silent: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = time.monotonic()
+    with refused(
+        repository, BadInputError, match="no such path, and the hub cannot be reached .*(timed out|no answer)"
+    ):
+        repository.import_checkpoint("org/name", "main", storage_options=silent)
+    assert 4.0 < time.monotonic() - started < 9.0
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 1)
+    started = time.monotonic()
+    with refused(repository, BadInputError, match="the hub cannot be reached"):
+        repository.import_checkpoint("org/name", "main", storage_options=silent)
+    assert time.monotonic() - started < 4.0
+
+
+def test_name_servers_that_do_not_answer_are_given_up(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking an address up knows no timeout."""
+    asked = threading.Event()
+
+    def nothing(*_: object, **__: object) -> list[Any]:
+        asked.set()
+        time.sleep(3.0)
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nothing)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 1)
+    started = time.monotonic()
+    with refused(repository, BadInputError, match=r"TimeoutError: no answer from the hub in 1 s"):
+        repository.import_checkpoint("org/name", "main", storage_options={"endpoint": "http://hub.invalid"})
+    assert asked.is_set()
+    assert time.monotonic() - started < 2.9
 
 
 def linear(*models: str) -> dict[str, Any]:
