@@ -8,6 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from mpfs.stats.definite import definite_gram
+
 _PAIRS: Final = np.dtype("<f8")
 
 
@@ -49,7 +51,8 @@ def with_exact(
 
     Returns:
         Shape (C, E, E). Where a norm is exact, estimated products keep their cosine; where both norms and the distance
-        are exact, so is the product: ⟨x, y⟩ = (‖x‖² + ‖y‖² - ‖x - y‖²) / 2.
+        are exact, so is the product: ⟨x, y⟩ = (‖x‖² + ‖y‖² - ‖x - y‖²) / 2. Estimated products that contradict exact
+        ones give way, so that matrices stay positive semidefinite if they were.
     """
     result = gram.copy()
     for i, exact in from_base.items():
@@ -59,9 +62,15 @@ def with_exact(
         result[:, i, :] *= factor[:, None]
         result[:, :, i] *= factor[:, None]
         result[:, i, i] = exact
+    count = gram.shape[1]
+    partners = [0] * count
     for (i, j), distance in between.items():
         if i in from_base and j in from_base:
             product = (from_base[i] + from_base[j] - distance) / 2.0
             limit = np.sqrt(from_base[i]) * np.sqrt(from_base[j])
             result[:, i, j] = result[:, j, i] = np.minimum(np.maximum(product, -limit), limit)
+            partners[i] += 1
+            partners[j] += 1
+    if 0 < sum(partners) < count * (count - 1):
+        result = definite_gram(result, sorted(range(count), key=lambda i: (-partners[i], i)))
     return result
