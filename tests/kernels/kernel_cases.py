@@ -14,7 +14,7 @@ from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn
 from mpfs.merge.numeric import dtype_name
 from mpfs.merge.operators import Column, LeftOut, Parameters, Prepared, Scalar, TensorContext, get_operator
 
-METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties")
+METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "breadcrumbs", "breadcrumbs_ties")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _T = TypeVar("_T")

@@ -55,7 +55,7 @@ def test_a_numba_that_cannot_compile_is_told_and_not_used(monkeypatch: pytest.Mo
 
 
 def test_constants_are_those_of_the_kernels() -> None:
-    for name in ("TILE", "WHOLE", "LARGEST", "DRAWN"):
+    for name in ("TILE", "WHOLE", "LARGEST", "DRAWN", "BETWEEN"):
         assert getattr(backend, name) == getattr(compiled, name)
 
 

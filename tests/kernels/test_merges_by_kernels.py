@@ -77,7 +77,15 @@ def test_same_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: st
 
     monkeypatch.setattr(dispatch, "load", noting)
     with repository(tmp_path, family(FAMILIES[kind])) as repo:
-        for method in ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties"):
+        for method in (
+            "linear",
+            "task_arithmetic",
+            "ties",
+            "dare_linear",
+            "dare_ties",
+            "breadcrumbs",
+            "breadcrumbs_ties",
+        ):
             for top in ({}, {"dtype": "float32", "out_dtype": "bfloat16"}, {"dtype": "bfloat16"}):
                 if top and kind in ("f16", "f64"):
                     continue

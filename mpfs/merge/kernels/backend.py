@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.merge.kernels import dispatch
-from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn, Drawn, Largest, Rule
+from mpfs.merge.kernels.columns import BIT_TYPES, Between, Bits, BitsColumn, Drawn, Largest, Rule
 from mpfs.merge.random import GAMMA
 
 _MASK = 2**64 - 1
-TILE, WHOLE, LARGEST, DRAWN, _ROWS = 1024, 1, 2, 3, 7
+TILE, WHOLE, LARGEST, DRAWN, BETWEEN, _ROWS = 1024, 1, 2, 3, 4, 7
 """As `compiled` has them, which cannot be imported without numba."""
 _NO_LIMIT = 2**62
 
@@ -52,23 +52,27 @@ class Kernels:
         base = _aligned(column.base)
         out = np.empty(column.numel, BIT_TYPES[dtype])
         kept = [None if expert is None else _aligned(expert) for expert in column.experts]
-        table = np.zeros((len(kept), 3), np.uint64)
+        table = np.zeros((len(kept), 5), np.uint64)
         kinds = np.zeros(len(kept), np.int64)
         factors = np.ones(len(kept), np.float32)
         for i, (expert, rule) in enumerate(zip(kept, rules, strict=True)):
             if expert is None:
                 continue
-            first = second = 0
+            first = second = third = fourth = 0
             kind = WHOLE
             if isinstance(rule, Largest):
                 kind = LARGEST
-                first, second = rule.pattern, min(max(rule.cutoff - column.start, 0), column.numel)
+                first, second = rule.pattern, _place(rule.cutoff, column)
+            elif isinstance(rule, Between):
+                kind = BETWEEN
+                first, second = rule.bottom[0], _place(rule.bottom[1], column)
+                third, fourth = rule.top[0], _place(rule.top[1], column)
             elif isinstance(rule, Drawn):
                 kind = DRAWN
                 first, second = _state(rule.key, column.start), rule.limit
                 factors[i] = rule.factor
             kinds[i] = kind
-            table[i] = (_address(expert), first, second)
+            table[i] = (_address(expert), first, second, third, fourth)
         dispatch.load("task_vector", dtype)(
             out,
             _address(base),
@@ -201,6 +205,11 @@ def _choose() -> Kernels | None:
         warnings.warn(f"numba cannot compile the merge kernels, torch is used: {error}", RuntimeWarning, stacklevel=4)
         return None
     return Kernels()
+
+
+def _place(cutoff: int, column: BitsColumn) -> int:
+    """How many of a column's elements are before an element of the tensor."""
+    return min(max(cutoff - column.start, 0), column.numel)
 
 
 def _state(key: int, start: int) -> int:

@@ -76,7 +76,19 @@ class Drawn:
     factor: float
 
 
-Rule: TypeAlias = Whole | Largest | Drawn
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What lies between two ends, each a float32 pattern of a magnitude and a cutoff.
+
+    An element is below an end iff its pattern is lower, or equal and its index less than the cutoff; it is kept iff it
+    is below the top and not below the bottom. NaN's pattern is `NAN`; below a top of `NAN` + 1 is everything.
+    """
+
+    bottom: tuple[int, int]
+    top: tuple[int, int]
+
+
+Rule: TypeAlias = Whole | Largest | Drawn | Between
 """Which part of an expert's delta is merged."""
 
 NAN: Final = 0x7F80_0001

@@ -34,11 +34,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 TILE = 1024
 """Elements that are worked on together: their float32 values stay in the nearest cache."""
 
-ABSENT, WHOLE, LARGEST, DRAWN = range(4)
-"""What of an expert's delta is merged: nothing, everything, what passes a threshold, what a draw keeps."""
+ABSENT, WHOLE, LARGEST, DRAWN, BETWEEN = range(5)
+"""What of an expert's delta is merged: nothing, everything, what passes a threshold, what a draw keeps, what two ends do."""
 
-ADDRESS, FIRST, SECOND = range(3)
-"""Columns of the `experts` table: where the expert's column is, and two numbers that its rule needs."""
+ADDRESS, FIRST, SECOND, THIRD, FOURTH = range(5)
+"""Columns of the `experts` table: where the expert's column is, and the numbers that its rule needs."""
+
+_ABOVE_NAN = 0x7F80_0002
 
 _CASCADE = 16
 
@@ -260,13 +262,27 @@ def _add_whole(expert: Any, base: Any, weight: Any, terms: Any, total: Any, like
 
 
 @_inline
-def _add_largest(expert: Any, base: Any, weight: Any, least: Any, terms: Any, total: Any, like: Any) -> None:
+def _add_sized(expert: Any, base: Any, weight: Any, least: Any, end: Any, terms: Any, total: Any, like: Any) -> None:
+    width = np.uint32(max(end, least) - least)
     for j in range(expert.size):
         delta = _delta(_wide(expert[j]), base[j], like)
         size = min(np.uint32(_pattern(delta) & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800001))
-        term = _rounded((delta if size >= least else np.float32(0)) * weight, like)
+        inside = np.uint32(size - least) < width
+        term = _rounded((delta if inside else np.float32(0)) * weight, like)
         terms[j] = term
         total[j] += term
+
+
+@_inline
+def _add_between(expert: Any, base: Any, weight: Any, rule: Any, low: Any, terms: Any, total: Any, like: Any) -> None:
+    bottom = min(max(np.int64(rule[SECOND]) - low, 0), expert.size)
+    top = min(max(np.int64(rule[FOURTH]) - low, 0), expert.size)
+    i = 0
+    for j in (min(bottom, top), max(bottom, top), expert.size):
+        least = np.uint32(rule[FIRST] + np.uint64(i < bottom))
+        end = np.uint32(rule[THIRD] + np.uint64(i < top))
+        _add_sized(expert[i:j], base[i:j], weight, least, end, terms[i:j], total[i:j], like)
+        i = j
 
 
 @_inline
@@ -322,10 +338,11 @@ def task_vector(
     Args:
         out: the result's bit patterns; its type tells the format.
         base_address: where the base's column is.
-        experts: uint64, shape (experts, 3). Under LARGEST: the float32 pattern of the smallest magnitude that is
+        experts: uint64, shape (experts, 5). Under LARGEST: the float32 pattern of the smallest magnitude that is
             kept, and the number of elements of this column in which one equal to it is, too. Under DRAWN: the
-            generator's state at the column's first element, and the limit.
-        rules: int64, shape (experts,); ABSENT, WHOLE, LARGEST or DRAWN.
+            generator's state at the column's first element, and the limit. Under BETWEEN, of both ends, the bottom
+            first: the float32 pattern, and the number of elements of this column in which one equal to it is below.
+        rules: int64, shape (experts,); ABSENT, WHOLE, LARGEST, DRAWN or BETWEEN.
         weights, factors: float32, shape (experts,): weights rounded to the format, and scales of drawn deltas.
         elects: whether only entries with the elected sign count.
         divide: whether to divide: by the sum of the weights that count if `elects`, else by `divisor`.
@@ -355,12 +372,14 @@ def task_vector(
                 elif rules[e] == DRAWN:
                     state = experts[e, FIRST] + np.uint64(low) * np.uint64(0x9E3779B97F4A7C15)
                     _add_drawn(expert, base, weights[e], factors[e], state, experts[e, SECOND], terms[e], total, out)
+                elif rules[e] == BETWEEN:
+                    _add_between(expert, base, weights[e], experts[e], low, terms[e], total, out)
                 else:
-                    least = np.uint32(experts[e, FIRST])
+                    least, end = np.uint32(experts[e, FIRST]), np.uint32(_ABOVE_NAN)
                     cut = min(max(np.int64(experts[e, SECOND]) - low, 0), size)
-                    _add_largest(expert[:cut], base, weights[e], least, terms[e], total, out)
+                    _add_sized(expert[:cut], base, weights[e], least, end, terms[e], total, out)
                     least = np.uint32(least + np.uint32(1))
-                    _add_largest(expert[cut:], base[cut:], weights[e], least, terms[e, cut:], total[cut:], out)
+                    _add_sized(expert[cut:], base[cut:], weights[e], least, end, terms[e, cut:], total[cut:], out)
             if e % _CASCADE == _CASCADE - 1:
                 _set_aside(total, aside)
         if count >= _CASCADE:

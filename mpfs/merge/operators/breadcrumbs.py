@@ -6,21 +6,27 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import ClassVar, Literal, cast
 
 from mpfs.merge.deferred import torch
+from mpfs.merge.kernels.backend import Kernels
+from mpfs.merge.kernels.columns import Between, BitsColumns, Rule, Whole
 from mpfs.merge.operators.arithmetic import difference
-from mpfs.merge.operators.base import Column, Histogram, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.operators.base import Column, Histogram, LeftOut, Parameter, Parameters, Prepared, TensorContext
+from mpfs.merge.operators.both_ends import EndCounts
+from mpfs.merge.operators.fast import float_pattern
 from mpfs.merge.operators.magnitude import (
     LAYOUTS,
+    Counts,
     Patterns,
+    Streamed,
     Threshold,
     cut_of,
-    find_thresholds,
     kept,
     mirrored,
     patterns,
+    search_thresholds,
 )
 from mpfs.merge.operators.reductions import all_pieces, base_of
 from mpfs.merge.operators.rows import without_gaps
-from mpfs.merge.operators.task_vector import TaskVectorOperator
+from mpfs.merge.operators.task_vector import KernelTaskVector
 from mpfs.merge.operators.values import value_of
 from mpfs.objects import Cut
 
@@ -48,7 +54,7 @@ def kept_range(density: float, gamma: float, numel: int) -> tuple[int, int]:
     return bottom, bottom + keep
 
 
-class Breadcrumbs(TaskVectorOperator):
+class Breadcrumbs(KernelTaskVector):
     """Of each delta drop the `gamma` largest share and the smallest, so that `density` is left; add the weighted sum.
 
     The share is of the whole tensor, in elements rounded down, and magnitudes are ordered over the whole tensor; equal
@@ -99,15 +105,8 @@ class Breadcrumbs(TaskVectorOperator):
         Raises:
             ValueError: a column has no base.
         """
-        ranges = self._ranges(parameters, context.numel)
-        count = len(ranges)
-        nan, last = LAYOUTS[context.work].nan, LAYOUTS[context.work].last
-        cuts = context.cuts or [()] * count
-        runs = [[run for run in expert if run.numel] for expert in context.left_out] or [[] for _ in ranges]
-        # "Among the first p" is "among the p largest" of mirrored patterns, so that ties too are told by index. What a
-        # budget leaves out can only be reckoned with in the patterns themselves, unless a histogram counts it: there it is
-        # "not among the n - p largest".
-        turned = [bool(known) or not expert for known, expert in zip(cuts, runs, strict=True)]
+        count = len(parameters.experts)
+        runs, turned = self._left_out(context, count), self._turned(context, count)
 
         def source(wanted: Set[int]) -> Iterator[tuple[int, Sequence[Patterns | None]]]:
             for piece in all_pieces(lambda: without_gaps(context, columns(), count)):
@@ -118,17 +117,48 @@ class Breadcrumbs(TaskVectorOperator):
                         found.append(None)
                         continue
                     pattern = patterns(difference(base if expert is None else expert, base))
-                    found.append((last - pattern if turned[i] else pattern).cpu().numpy())
+                    found.append((LAYOUTS[context.work].last - pattern if turned[i] else pattern).cpu().numpy())
                 yield piece.start, found + found
 
+        return self._ends(context, parameters, Streamed(source))
+
+    def condense(
+        self, context: TensorContext, parameters: Parameters, kernels: Kernels, columns: BitsColumns
+    ) -> Prepared:
+        """Both ends, in as many passes."""
+        count = len(parameters.experts)
+        left_out = [bool(runs) for runs in self._left_out(context, count)]
+        turned = self._turned(context, count)
+        return self._ends(context, parameters, EndCounts(kernels, context, columns, left_out=left_out, turned=turned))
+
+    def _left_out(self, context: TensorContext, count: int) -> list[list[LeftOut]]:
+        return [[run for run in expert if run.numel] for expert in context.left_out] or [[] for _ in range(count)]
+
+    def _turned(self, context: TensorContext, count: int) -> list[bool]:
+        """Whose ends are looked for among mirrored patterns.
+
+        "Among the first p" is "among the p largest" of those, so that ties too are told by index. What a budget leaves
+        out can only be reckoned with in the patterns themselves, unless a histogram counts it: there it is "not among
+        the n - p largest".
+        """
+        runs = self._left_out(context, count)
+        return [bool(known) or not expert for known, expert in zip(context.cuts or [()] * count, runs, strict=True)]
+
+    def _ends(self, context: TensorContext, parameters: Parameters, counts: Counts) -> Prepared:
+        """`prepare`'s, given counts for each expert's bottom, then for each one's top."""
+        ranges = self._ranges(parameters, context.numel)
+        count = len(ranges)
+        nan, last = LAYOUTS[context.work].nan, LAYOUTS[context.work].last
+        runs, turned = self._left_out(context, count), self._turned(context, count)
+        cuts = context.cuts or [()] * count
         counted = context.counted
         ends = [bottom for bottom, _ in ranges] + [top for _, top in ranges]
-        found = find_thresholds(
+        found = search_thresholds(
             context.work,
             context.numel,
             [p if turned[i % count] else context.numel - p for i, p in enumerate(ends)],
             runs + runs,
-            source,
+            counts,
             cuts=[known[end] if known else None for end in range(2) for known in cuts],
             counted=None if counted is None else lambda i, found: counted(i % count, mirrored(found, context.work)),
         )
@@ -155,18 +185,30 @@ class Breadcrumbs(TaskVectorOperator):
         delta: torch.Tensor,
     ) -> torch.Tensor:
         """The elements between the two ends, the others zero."""
-        low = cast("Sequence[Sequence[int]]", prepared["above"])[expert]
-        high = cast("Sequence[Sequence[int]]", prepared["within"])[expert]
+        low, high = _bounds(prepared, expert)
         nan = LAYOUTS[context.work].nan
-        if tuple(low) == (0, 0) and tuple(high) == (nan, context.numel):
+        if low == (0, 0) and high == (nan, context.numel):
             return delta
         mirror = nan - patterns(delta)
         inside = kept(mirror, Threshold(nan - high[0], high[1]), start)
         inside &= ~kept(mirror, Threshold(nan - low[0], low[1]), start)
         return torch.where(inside, delta, delta.new_zeros(()))
 
+    def rule(self, context: TensorContext, parameters: Parameters, prepared: Prepared, expert: int) -> Rule:
+        """The elements between the two ends."""
+        low, high = _bounds(prepared, expert)
+        if low == (0, 0) and high == (LAYOUTS[context.work].nan, context.numel):
+            return Whole()
+        return Between((float_pattern(low[0], context.work), low[1]), (float_pattern(high[0], context.work), high[1]))
+
     def _gammas(self, parameters: Parameters) -> list[float]:
         return [float(value_of(self.parameters, values, "gamma")) for values in parameters.experts]
+
+
+def _bounds(prepared: Prepared, expert: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The pattern and cutoff of both ends."""
+    low, high = (cast("Sequence[Sequence[int]]", prepared[end])[expert] for end in ("above", "within"))
+    return (low[0], low[1]), (high[0], high[1])
 
 
 class BreadcrumbsTies(Breadcrumbs):

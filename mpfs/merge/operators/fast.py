@@ -276,7 +276,11 @@ def rule_of(threshold: Threshold, context: TensorContext) -> Rule:
     """A threshold as kernels take it."""
     if threshold.pattern == 0 and threshold.cutoff >= context.numel:
         return Whole()
-    if threshold.pattern > LAYOUTS[context.work].infinity:
-        return Largest(NAN, threshold.cutoff)
-    value = np.float32(magnitude(threshold.pattern, context.work))
-    return Largest(int(value.view(np.uint32)), threshold.cutoff)
+    return Largest(min(float_pattern(threshold.pattern, context.work), NAN), threshold.cutoff)
+
+
+def float_pattern(pattern: int, work: str) -> int:
+    """A magnitude's pattern as that of the same float32; NaN's is `NAN`, that of anything above it `NAN` + 1."""
+    if pattern > LAYOUTS[work].infinity:
+        return NAN + (pattern > LAYOUTS[work].nan)
+    return int(np.float32(magnitude(pattern, work)).view(np.uint32))
