@@ -7,6 +7,7 @@ The merge's own commit can therefore not be named: its id covers the card. The p
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import yaml
 
@@ -21,12 +22,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 _ARXIV = re.compile(r"(?:arXiv )?\b(\d{4}\.\d{4,5})\b")
 
+_FIRST = ("name", "merge_method", "base_model", "models", "slices", "modules", "model", "filter")
+"""Keys of a recipe that come before the others, which are in alphabetical order."""
+
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#])")
 
 
 def card_files(plan: Plan) -> dict[str, bytes]:
     """Content by path."""
-    return {CARD: _card(plan).encode(), RECIPE: _yaml(dict(plan.recipe)).encode()}
+    return {CARD: _card(plan).encode(), RECIPE: _recipe(plan).encode()}
 
 
 def _card(plan: Plan) -> str:
@@ -51,10 +55,24 @@ def _card(plan: Plan) -> str:
     ]
     if plan.notes:
         parts += ["Noted when the models were fitted together:", "\n".join(f"- {_text(note)}" for note in plan.notes)]
-    recipe = _yaml(dict(plan.recipe))
+    recipe = _recipe(plan)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", recipe)), default=0))
     parts += ["## Recipe", f"{fence}yaml\n{recipe}{fence}"]
     return "\n\n".join(parts) + "\n"
+
+
+def _recipe(plan: Plan) -> str:
+    """The recipe as YAML. A plan that was stored has its keys in another order than one that was just compiled."""
+    return _yaml(_in_order(plan.recipe))
+
+
+def _in_order(value: object) -> object:
+    if isinstance(value, Mapping):
+        keys = sorted(value, key=lambda key: (_FIRST.index(key) if key in _FIRST else len(_FIRST), str(key)))
+        return {key: _in_order(value[key]) for key in keys}
+    if isinstance(value, list | tuple):
+        return [_in_order(item) for item in value]
+    return value
 
 
 def _front_matter(plan: Plan) -> str:

@@ -82,8 +82,8 @@ def test_mergekit_users_need_two_commands(mpfs: Command, template: Path, tmp_pat
 def test_a_budget_may_be_bytes_or_a_result(mpfs: Command, workplace: Path) -> None:
     run = mpfs("plan", "recipe.yml", "--budget", "20KiB", "--json").json["run"]
     assert 0 < run["expert_bytes_planned"] <= 20 << 10
-    good = mpfs("plan", "recipe.yml", "--fidelity", "80%", "--json").json
-    assert good["fidelity_predicted"] >= 0.8
+    good = mpfs("plan", "recipe.yml", "--fidelity", "60%", "--json").json
+    assert good["fidelity_predicted"] >= 0.6
     assert good["run"]["expert_bytes_planned"] < good["run"]["expert_bytes_full"]
 
 

@@ -9,10 +9,10 @@ import torch
 import yaml
 from merge_cases import Lab, config, family, recipe
 
-from mpfs.merge.card import CARD, RECIPE
+from mpfs.merge.card import CARD, RECIPE, card_files
 from mpfs.merge.operators import get_operator, operator_names
 from mpfs.merge.recipe import parse_recipe
-from mpfs.objects import Budget
+from mpfs.objects import Budget, Plan
 
 pytest_plugins = ["merge_fixtures"]
 
@@ -88,3 +88,9 @@ def test_every_method_has_a_source(name: str) -> None:
     source = get_operator(name).source
     assert "\n" not in source
     assert re.search(r"\d{4}\.\d{5}", source)
+
+
+def test_a_plan_read_back_has_the_same_card(lab: Lab) -> None:
+    with_config(lab)
+    plan = lab.repository.plan(recipe("ties", 2, dtype="float32"))
+    assert card_files(Plan.decode(plan.encode())) == card_files(plan)
