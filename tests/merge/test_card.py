@@ -92,5 +92,5 @@ def test_every_method_has_a_source(name: str) -> None:
 
 def test_a_plan_read_back_has_the_same_card(lab: Lab) -> None:
     with_config(lab)
-    plan = lab.repository.plan(recipe("ties", 2, dtype="float32"))
+    plan = lab.repository.plan(recipe("ties", 2, dtype="float32")).plan
     assert card_files(Plan.decode(plan.encode())) == card_files(plan)
