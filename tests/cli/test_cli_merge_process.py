@@ -17,6 +17,7 @@ from mpfs.repository import Repository
 RECIPES = {
     "ties": "{weight: 0.5, density: 0.4}",
     "dare_ties": "{weight: 0.5, density: 0.6}",
+    "breadcrumbs_ties": "{weight: 0.5, density: 0.6, gamma: 0.1}",
 }
 
 PROGRAM = """
