@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .explained import bound_facts, run_facts, tensor_table
+from .explained import bound_facts, cost_facts, expert_facts, run_facts, tables
 from .options import JsonOption
 from .output import HEAD, ID
 from .session import Session
@@ -30,7 +30,7 @@ def explain(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain a merge, tensor by tensor.
+    """Explain a merge, layer by layer and tensor by tensor.
 
     Shows what is read of each expert, how much of its change that keeps, and why. Columns are runs of elements that are read and computed together. 'kept' is the share of the change's energy
     (its squared size); 'cosine' says how the experts agree: 0 not at all, below 0 they conflict.
@@ -76,12 +76,9 @@ def explain(
     if plan.base is not None:
         facts.append(("base", plan.models[plan.base].name))
     facts += [
-        ("experts", ", ".join(model.name for index, model in enumerate(plan.models) if index != plan.base)),
+        *expert_facts(explanation),
         ("budget", f"{budget} (policy {plan.policy})" if plan.budget.kind != "none" else budget),
-        (
-            "expert bytes planned",
-            f"{format_size(plan.cost.expert_bytes_planned)} of {format_size(plan.cost.expert_bytes_full)}",
-        ),
+        *cost_facts(plan),
         ("fidelity predicted", f"{plan.fidelity_predicted:.4f}"),
         *bound_facts(plan),
     ]
@@ -90,7 +87,7 @@ def explain(
     for note in plan.notes:
         out.line("  note: ", note)
     out.line()
-    tensor_table(out, explanation)
+    tables(out, explanation)
 
 
 def _write_page(file: Path, explanation: Explanation, insight: Insight, title: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .explained import bound_facts, tensor_table
+from .explained import bound_facts, cost_facts, tables
 from .options import (
     BudgetOption,
     FidelityOption,
@@ -25,7 +25,7 @@ from .session import Session
 from .sizes import format_count, format_seconds, format_size
 
 if TYPE_CHECKING:
-    from mpfs.merge.reports import PlanReport
+    from mpfs.merge.reports import Outlook, PlanReport
 
 
 def plan(
@@ -39,7 +39,9 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan to a file, as JSON.")
     ] = None,
-    explain: Annotated[bool, flag("--explain", help="Also show each tensor: what is read of it, and why.")] = False,
+    explain: Annotated[
+        bool, flag("--explain", help="Also show each layer and tensor: what is read of it, and why.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compile a recipe and show what a merge would do; run nothing.
@@ -60,42 +62,46 @@ def plan(
             seed=seed,
             on_mismatch=on_mismatch.value,
         )
+        outlook = repository.outlook(report.plan)
         explanation = repository.explain(report.identity) if explain else None
     if output is not None:
         output.write_bytes(report.plan.encode())
     if as_json:
-        document = report.as_json()
+        document = {**report.as_json(), "outlook": outlook.as_json()}
         if output is not None:
             document["file"] = str(output)
         if explanation is not None:
-            document["tensors"] = explanation.as_json()["tensors"]
+            told = explanation.as_json()
+            document.update(layers=told["layers"], tensors=told["tensors"])
         out.document(document)
     elif session.quiet:
         out.line(report.identity)
     else:
-        _summary(out, report)
+        _summary(out, report, outlook)
         if explanation is not None:
             out.line()
-            tensor_table(out, explanation)
+            tables(out, explanation)
         out.line()
         out.line("run it:  mpfs merge ", str(output) if output is not None else report.identity[:12], " --into BRANCH")
 
 
-def _summary(out: Output, report: PlanReport) -> None:
-    plan, cost = report.plan, report.plan.cost
+def _summary(out: Output, report: PlanReport, outlook: Outlook) -> None:
+    plan = report.plan
     out.line("plan ", (report.identity[:12], ID), f"  {plan.method}")
-    share = f" ({cost.expert_bytes_planned / cost.expert_bytes_full:.1%})" if cost.expert_bytes_full else ""
-    planned, full = format_size(cost.expert_bytes_planned), format_size(cost.expert_bytes_full)
-    facts = [
-        ("expert reads", f"{planned} of {full}{share}"),
-        ("base reads", format_size(cost.base_bytes_read)),
-        ("writes", f"at most {format_size(cost.bytes_written)}"),
-        ("blocks", f"{cost.blocks_computed:,} computed, {cost.blocks_kept:,} kept from the base"),
-        ("fidelity", f"{plan.fidelity_predicted:.4f} predicted"),
-        *bound_facts(plan),
-    ]
-    if report.seconds_estimated is not None:
-        facts.append(("time", f"about {format_seconds(report.seconds_estimated)}, going by past runs"))
+    facts = [*cost_facts(plan), ("fidelity", f"{plan.fidelity_predicted:.4f} predicted"), *bound_facts(plan)]
+    seconds = report.seconds_estimated
+    if outlook.blocks_reused:
+        seconds = outlook.seconds_estimated
+        facts.append(
+            (
+                "known already",
+                f"{outlook.blocks_reused:,} of {plan.cost.blocks_computed:,} blocks; {format_size(outlook.expert_bytes)} of the "
+                f"experts left to read, {format_size(outlook.bytes_written)} to write",
+            )
+        )
+    facts.append(("on the disk", f"at most {format_size(outlook.disk_bytes)} more"))
+    if seconds is not None:
+        facts.append(("time", f"about {format_seconds(seconds)}, going by past runs"))
     for index, model in enumerate(plan.models):
         read = total = 0
         for tensor in plan.tensors:

@@ -9,17 +9,18 @@ import os
 import pwd
 import time as clock
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RecipeError, RefConflictError
-from mpfs.history import Diff, Explanation, Insight, LogEntry, ancestry, diff_snapshots, entry, explain_plan, resolve
+from mpfs.errors import BadInputError, NotFoundError, RecipeError, RefConflictError
+from mpfs.history import Diff, LogEntry, ancestry, diff_snapshots, entry, resolve
 from mpfs.history.storage import StorageReport, measure_storage
 from mpfs.ingest.facade import Imports
+from mpfs.merge.facade import Explains
 from mpfs.merge.reports import MergeReport, PlanReport
 from mpfs.merge.sweep.facade import Sweeps
 from mpfs.objects import Budget, Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
@@ -55,18 +56,15 @@ MismatchPolicy: TypeAlias = Literal["error", "crop", "base"]
 REPOSITORY_NAME = ".mpfs"
 """What a repository's directory is called by default."""
 
-_MOST_RUNS = 500
-"""Past runs that an estimate of time looks at, whichever they are."""
-
 _DEFAULT_MEMORY = 1 << 30
 """Bound of a merge's anonymous memory, in bytes."""
 
 
-class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]):
+class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Repository"]):
     """An open repository. Close it, or use it in a `with` block; it may be used from several threads.
 
     How to read a revision's files and tensors, check it out and mount it is in `Contents`, how to import in `Imports`,
-    how to sweep in `Sweeps`.
+    how to explain in `Explains`, how to sweep in `Sweeps`.
     """
 
     def __init__(self, store: Store, author: str | None = None) -> None:
@@ -184,17 +182,7 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
         plan = plan_document(documents[0], finder, budget or Budget(), policy, seed, on_mismatch)
         if save:
             self._store.put_plan(plan)
-        return PlanReport(object_id(plan.encode()), plan, self._seconds(plan))
-
-    def _seconds(self, plan: Plan) -> float | None:
-        """How long a plan will take, going by the past runs of this repository."""
-        from mpfs.merge.seconds import estimate_seconds
-
-        figures = []
-        for identity in self._store.objects.ids(Run)[:_MOST_RUNS]:
-            with suppress(NotFoundError, IntegrityError):  # one that is damaged, or collected meanwhile, is no loss
-                figures.append(self._store.objects.get(Run, identity).figures)
-        return estimate_seconds(plan.cost, figures)
+        return PlanReport(object_id(plan.encode()), plan, self._seconds(plan.cost))
 
     def find_plan(self, plan: str | os.PathLike[str]) -> PlanReport:
         """A plan by its id (or a unique beginning of it), or out of a JSON file that `PlanReport.plan` was written to.
@@ -305,40 +293,6 @@ class Repository(Contents, Imports, Sweeps, AbstractContextManager["Repository"]
 
         commits = [self.resolve(expert) for expert in experts]
         return analyze(self._store, self.resolve(base), commits, threads=threads, progress=progress)
-
-    def explain(self, target: str) -> Explanation:
-        """Explain the plan of a merge commit (given as a revision), or a plan (by id or file).
-
-        Raises:
-            NotFoundError: there is no such commit or plan, or the commit was not made by a merge.
-        """
-        plan, run = self._plan_of(target)
-        return explain_plan(plan, None if run is None else run.figures)
-
-    def insight(self, target: str) -> Insight:
-        """The numbers behind a plan, from statistics: what each expert changes where, how the experts agree, and what
-        every budget would have bought.
-
-        Args:
-            target: as for `explain`.
-
-        Raises:
-            NotFoundError: as for `explain`; or one of the plan's models is not here any more.
-        """
-        from mpfs.merge.insight import find_insight
-
-        return find_insight(self._store, self._plan_of(target)[0])
-
-    def _plan_of(self, target: str) -> tuple[Plan, Run | None]:
-        """The plan that a target names, and the run that made the commit, if it is one."""
-        try:
-            identity = self.resolve(target)
-        except NotFoundError:
-            return self.find_plan(target).plan, None
-        commit = self._store.objects.get(Commit, identity)
-        if commit.plan is None:
-            raise NotFoundError(f"{target} was imported, not merged: it has no plan to explain")
-        return self._store.objects.get(Plan, commit.plan), self._store.objects.run_of(identity)
 
     # -- history ------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from mpfs.history.explain import Explanation, TensorExplanation
+from mpfs.history.explain import ExpertShare, Explanation, ModelShare, TensorExplanation, ranges_text, spanned
 from mpfs.history.insight import Insight, natural
 from mpfs.history.pictures import budget_curve, conflict_matrix, layer_maps, size
 from mpfs.objects import Plan
@@ -89,6 +89,11 @@ def explanation_page(explanation: Explanation, insight: Insight, title: str) -> 
         )
     body.append(f'<h2>Models</h2><div class="card">{_models(explanation, insight)}</div>')
     body.append(
+        "<h2>Layer by layer</h2><p>What became of each layer's tensors. A column is a run of elements that are read and "
+        "computed together; kept is the share of the changes' energy that is read.</p>"
+        f'<div class="card">{_layers(explanation)}</div>'
+    )
+    body.append(
         "<h2>Tensors</h2><p>Columns are runs of elements that are read and computed together; "
         "kept is the share of the change's energy that is read.</p>"
         f'<div class="card">{_tensors(explanation)}</div>'
@@ -132,6 +137,7 @@ def _figures(explanation: Explanation) -> list[tuple[str, str, str]]:
         facts += [
             ("base reads planned", size(cost.base_bytes_read), f"at most {size(cost.bytes_written)} written"),
             ("blocks computed", f"{touched:,}", f"{touched / total:.1%} of {total:,}" if total else ""),
+            ("kept from the base", size(plan.bytes_kept), f"{cost.blocks_kept:,} blocks, referenced"),
         ]
         return facts
     if run.fidelity is not None:
@@ -163,26 +169,21 @@ def _facts(facts: Sequence[tuple[str, str, str]]) -> str:
 def _models(explanation: Explanation, insight: Insight) -> str:
     plan = explanation.plan
     rows = []
+    shares = {item.model: item for item in explanation.experts}
     for index, model in enumerate(plan.models):
         read = total = 0
-        found: dict[str, list[object]] = {}
-        for tensor in plan.tensors:
-            for (expert, _), parameters in zip(tensor.experts, tensor.parameters, strict=True):
-                if expert == index:
-                    for name, value in parameters.items():
-                        found.setdefault(name, []).append(value)
         if index != plan.base:
             place = insight.experts.index(model.name)
-            for shares in insight.tensors:
-                share = shares.experts[place]
+            for tensor in insight.tensors:
+                share = tensor.experts[place]
                 if share is not None:
                     read, total = read + share.nbytes_read, total + share.nbytes
-        parameters_shown = ", ".join(f"{name} {_range(values)}" for name, values in sorted(found.items()))
+        parameters = "" if index == plan.base else ranges_text(shares[model.name].parameters)
         role = "base" if index == plan.base else "expert"
         amount = "" if role == "base" else f"{size(read)} of {size(total)}"
         rows.append(
             f"<tr><td>{escape(model.name)}</td><td>{role}</td><td><code>{model.commit[:12]}</code></td>"
-            f'<td>{escape(parameters_shown)}</td><td class="n">{amount}</td></tr>'
+            f'<td>{escape(parameters)}</td><td class="n">{amount}</td></tr>'
         )
     return (
         '<table class="list"><thead><tr><th>model</th><th>role</th><th>commit</th><th>parameters</th>'
@@ -190,12 +191,40 @@ def _models(explanation: Explanation, insight: Insight) -> str:
     )
 
 
-def _range(values: Sequence[object]) -> str:
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
-    if not numbers:
-        return ""
-    low, high = min(numbers), max(numbers)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+def _layers(explanation: Explanation) -> str:
+    rows = "".join(
+        f"<tr><td><code>{escape(layer.name)}</code></td>"
+        f'<td class="n">{layer.computed:,}/{layer.tensors:,}</td><td>{escape(_read_of(layer.experts))}</td>'
+        f"<td>{escape(_parameters(layer.experts))}</td>{_kept_and_cosine(layer.kept, layer.cosine)}"
+        f'<td class="why">{escape(layer.why)}</td></tr>'
+        for layer in explanation.layers
+    )
+    return (
+        '<table class="list"><thead><tr><th>layer</th><th class="n">tensors computed</th>'
+        '<th>read of each expert</th><th>parameters</th><th class="n">kept</th><th class="n">cosine</th>'
+        f"<th>its tensors are read</th></tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _parameters(experts: Sequence[ModelShare]) -> str:
+    """Those of each expert, or of all at once where they are the same or many."""
+    texts = {ranges_text(item.parameters) for item in experts if item.parameters}
+    if len(texts) < 2 or len(experts) > 4:
+        return ranges_text(spanned(item.parameters for item in experts))
+    return "; ".join(f"{item.model} {ranges_text(item.parameters)}" for item in experts if item.parameters)
+
+
+def _read_of(experts: Sequence[ExpertShare | ModelShare]) -> str:
+    if len(experts) <= 4:
+        return ", ".join(f"{item.model} {item.columns_read:,}/{item.columns:,}" for item in experts)
+    done = sum(item.columns_read for item in experts)
+    return f"{done:,}/{sum(item.columns for item in experts):,} in {len(experts)} experts"
+
+
+def _kept_and_cosine(kept: float, cosine: float | None) -> str:
+    bar = f'<span class="bar"><i style="width:{100 * kept:.1f}%"></i></span>{kept:.1%}'
+    conflict = " bad" if cosine is not None and cosine < -0.1 else ""
+    return f'<td class="n">{bar}</td><td class="n{conflict}">{"" if cosine is None else f"{cosine:+.3f}"}</td>'
 
 
 def _tensors(explanation: Explanation) -> str:
@@ -211,17 +240,9 @@ def _tensors(explanation: Explanation) -> str:
 def _tensor(plan: Plan, tensor: TensorExplanation) -> str:
     shape = " \u00d7 ".join(map(str, tensor.shape)) or "scalar"
     operator = plan.method if tensor.action == "compute" else tensor.action
-    if len(tensor.experts) <= 4:
-        read = ", ".join(f"{item.model} {item.columns_read:,}/{item.columns:,}" for item in tensor.experts)
-    else:
-        done = sum(item.columns_read for item in tensor.experts)
-        read = f"{done:,}/{sum(item.columns for item in tensor.experts):,} in {len(tensor.experts)} experts"
-    kept = f'<span class="bar"><i style="width:{100 * tensor.kept:.1f}%"></i></span>{tensor.kept:.1%}'
-    cosine = "" if tensor.cosine is None else f"{tensor.cosine:+.3f}"
-    conflict = " bad" if tensor.cosine is not None and tensor.cosine < -0.1 else ""
     return (
         f"<tr><td><code>{escape(tensor.name)}</code><small>{escape(tensor.dtype)}, {shape}</small></td>"
         f'<td>{escape(operator)}</td><td class="n">{tensor.columns_computed:,}/{tensor.columns:,}</td>'
-        f'<td>{escape(read)}</td><td class="n">{kept}</td><td class="n{conflict}">{cosine}</td>'
+        f"<td>{escape(_read_of(tensor.experts))}</td>{_kept_and_cosine(tensor.kept, tensor.cosine)}"
         f'<td class="why">{escape(tensor.why)}</td></tr>'
     )

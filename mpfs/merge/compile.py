@@ -23,6 +23,7 @@ from mpfs.merge.recipe import Recipe
 from mpfs.merge.weighing import Weigher, blocks_in
 from mpfs.objects import BlockId, Bound, Budget, Cost, Cut, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
+from mpfs.objects.plan import NO_DELTA
 from mpfs.stats.stored import blocks_per_column
 from mpfs.store import BlockReader
 from mpfs.store.pairs import PairTable
@@ -172,7 +173,7 @@ def _plan_tensor(
     base = None if inputs.base is None else inputs.base.identity
     if inputs.base is not None and inputs.base.tensor.dtype == inputs.out_dtype and not computed.any():
         equal = all(item.identity == base for _, item in inputs.experts)
-        note = "all experts equal the base" if equal else None
+        note = NO_DELTA if equal else None
         return PlanTensor(
             inputs.name,
             "keep",

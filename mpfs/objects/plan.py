@@ -10,11 +10,15 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Literal, TypeAlias, cast
 
+from mpfs.objects.dtypes import itemsize, nbytes
 from mpfs.objects.encoding import Json, decode, encode
 from mpfs.objects.ids import ObjectId
 
 KIND = "plan"
 VERSION = 1
+
+NO_DELTA = "all experts equal the base"
+"""The note of a tensor that no expert has changed."""
 
 Scalar: TypeAlias = "bool | int | float"
 Action: TypeAlias = Literal["keep", "compute"]
@@ -155,6 +159,20 @@ class PlanTensor:
         """Number of columns."""
         return -(-self.numel // self.column_elements)
 
+    @property
+    def bytes_computed(self) -> int:
+        """The size of the columns that are computed."""
+        if self.action == "keep" or not self.columns.ranges:
+            return 0
+        last = self.columns.ranges[-1][1] == self.column_count
+        missing = self.column_count * self.column_elements - self.numel if last else 0
+        return (len(self.columns) * self.column_elements - missing) * itemsize(self.dtype)
+
+    @property
+    def bytes_kept(self) -> int:
+        """The size of what is the base's, and only referenced."""
+        return nbytes(self.dtype, self.shape) - self.bytes_computed
+
     def as_json(self) -> Json:
         """The JSON form."""
         return {
@@ -248,6 +266,11 @@ class Plan:
     notes: tuple[str, ...] = ()
     renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     bounds: tuple[Bound, ...] = ()
+
+    @property
+    def bytes_kept(self) -> int:
+        """The size of what is the base's, and only referenced."""
+        return sum(tensor.bytes_kept for tensor in self.tensors)
 
     def as_json(self) -> Json:
         """The JSON form: what the canonical encoding encodes."""

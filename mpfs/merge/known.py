@@ -1,0 +1,97 @@
+"""What running a plan now would come to, given what earlier merges have computed: looked up, and nothing is computed.
+
+No part of a plan, which must not depend on what a repository holds besides its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from mpfs.merge.compile import column_blocks
+from mpfs.merge.engine import Execution, Job
+from mpfs.merge.operators import Prepared
+from mpfs.merge.reports import Outlook
+from mpfs.objects import BlockId, Plan, PlanTensor
+from mpfs.objects.dtypes import itemsize
+from mpfs.store import Store, Writer
+from mpfs.store.blocks import footprint
+
+
+def find_outlook(store: Store, plan: Plan) -> Outlook:
+    """What running a plan now would read, write and reuse; no block is read.
+
+    Raises:
+        NotFoundError: an input of the plan is not in this repository.
+    """
+    with store.writer() as writer:
+        return Known(plan, store, writer, reuse=True).outlook()
+
+
+class _UnknownError(Exception):
+    """A tensor was not prepared before, so none of its results is known."""
+
+
+class Known(Execution):
+    """An execution that looks results up, and computes none."""
+
+    def __init__(self, plan: Plan, store: Store, writer: Writer, reuse: bool) -> None:
+        super().__init__(plan, store, writer, reuse, 1, 0, False)
+        self._expert: dict[BlockId, int] = {}
+        self._base: dict[BlockId, int] = {}
+        self._written = self._on_disk = self._reused = self._computed = 0
+
+    def outlook(self) -> Outlook:
+        """What is left to do."""
+        with ThreadPoolExecutor(1) as executor:
+            for tensor in self.plan.tensors:
+                if tensor.action == "compute":
+                    self._add(tensor, executor)
+        return Outlook(
+            expert_bytes=sum(self._expert.values()),
+            base_bytes=sum(self._base.values()),
+            bytes_written=self._written,
+            disk_bytes=self._on_disk,
+            blocks_computed=self._computed,
+            blocks_reused=self._reused,
+        )
+
+    def _add(self, tensor: PlanTensor, executor: ThreadPoolExecutor) -> None:
+        columns = list(tensor.columns.columns())
+        sizes = {column: self._block_sizes(tensor, column) for column in columns}
+        if self.reuse:
+            try:
+                job = self.job(tensor, executor)
+                found = self.look_up(job, columns)
+                columns = [column for column, known in zip(columns, found, strict=True) if known.reused is None]
+            except _UnknownError:
+                pass
+        left = set(columns)
+        for column, blocks in sizes.items():
+            if column not in left:
+                self._reused += len(blocks)
+                continue
+            self._computed += len(blocks)
+            self._written += sum(blocks)
+            self._on_disk += sum(map(footprint, blocks))
+        inputs, elements = self.inputs[tensor.name], tensor.column_elements
+        if inputs.base is not None:
+            for column in columns:
+                self._base.update(column_blocks(inputs.base.tensor, column, elements, None))
+        for expert, selection in zip(inputs.experts, tensor.selections, strict=True):
+            for column in left.intersection(selection.columns()):
+                self._expert.update(column_blocks(expert.tensor, column, elements, inputs.base))
+
+    def _block_sizes(self, tensor: PlanTensor, column: int) -> Sequence[int]:
+        """Of the output's blocks in a column."""
+        size = self.plan.block_size
+        width = tensor.column_elements * itemsize(tensor.dtype)
+        total = tensor.numel * itemsize(tensor.dtype)
+        start, stop = column * width, min((column + 1) * width, total)
+        return [min(size, stop - at) for at in range(start, stop, size)]
+
+    def _prepare(self, job: Job, executor: ThreadPoolExecutor) -> Prepared:
+        _, known = self.preparation(job)
+        if known is None:
+            raise _UnknownError
+        return known
