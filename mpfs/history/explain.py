@@ -39,14 +39,19 @@ class ExpertShare:
     columns: int
     parameters: Mapping[str, Scalar] = field(default_factory=dict)
 
+    @property
+    def weight(self) -> float | None:
+        """The method's weight for it; None for a method without."""
+        weight = self.parameters.get("weight")
+        return None if weight is None else float(weight)
+
     def as_json(self) -> Json:
         """The JSON form."""
-        weight = self.parameters.get("weight")
         return {
             "model": self.model,
             "columns_read": self.columns_read,
             "columns": self.columns,
-            "weight": None if weight is None else float(weight),
+            "weight": self.weight,
             "parameters": dict(self.parameters),
         }
 
