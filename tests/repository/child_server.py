@@ -74,19 +74,24 @@ class Children:
         self.start(**command)
         return self.finish()
 
-    def kill(self, delay: float, **command: object) -> Outcome:
-        """Run a command and kill the child `delay` seconds after it has begun."""
+    def kill(self, delay: float | Callable[[], None], **command: object) -> Outcome:
+        """Run a command and kill the child `delay` seconds after it has begun, or once a function has returned."""
         return self._signal(delay, signal.SIGKILL, command)
 
-    def interrupt(self, delay: float, **command: object) -> Outcome:
-        """Run a command and press Ctrl-C `delay` seconds after it has begun; again, should that not be enough."""
+    def interrupt(self, delay: float | Callable[[], None], **command: object) -> Outcome:
+        """As `kill`, but press Ctrl-C; again, should that not be enough."""
         return self._signal(delay, signal.SIGINT, command)
 
-    def _signal(self, delay: float, sent: signal.Signals, command: Mapping[str, object]) -> Outcome:
+    def _signal(
+        self, delay: float | Callable[[], None], sent: signal.Signals, command: Mapping[str, object]
+    ) -> Outcome:
         self.start(**command)
         pid = self._wait_for("pid")["pid"]
         self._wait_for("begun")
-        time.sleep(delay)
+        if callable(delay):
+            delay()
+        else:
+            time.sleep(delay)
         # The server reaps a child only to tell about it; its number cannot be another's before that was read.
         os.kill(pid, sent)
         if sent == signal.SIGINT and not self._said("status", PATIENCE):

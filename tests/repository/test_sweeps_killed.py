@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from child_server import INTERRUPTED, Children, Outcome
+from child_server import INTERRUPTED, TIMEOUT, Children, Outcome
 from family import new_repository, recipe
 
 from mpfs.objects import ObjectId
@@ -54,6 +57,14 @@ class Sweeps:
             refs = [ref.name for ref in repository.refs() if ref.name.startswith(f"s{number}/")]
             return {name: dict(repository.snapshot(name).tensors) for name in refs}
 
+    def wait_for_a_commit(self, number: int) -> None:
+        """Until the first of a sweep's results is committed."""
+        deadline = time.monotonic() + TIMEOUT
+        with Repository.open(self.path) as repository:
+            while not any(ref.name.startswith(f"s{number}/") for ref in repository.refs()):
+                assert time.monotonic() < deadline, "nothing is committed"
+                time.sleep(0.001)
+
     def check(self, number: int, outcome: Outcome) -> str:
         """What is there after a death is right, and doing it again adds what is missing."""
         expected, found = self.expected(number), self.found(number, self.path)
@@ -78,8 +89,10 @@ def test_what_is_committed_stays_and_the_rest_is_done_again(tmp_path: Path, sent
         rng = random.Random(7)
         seen: Counter[str] = Counter()
         for number in range(times):
-            # Most of the time nothing is committed yet; the end is looked at more closely.
-            delay = rng.uniform(0, 0.8 * duration) if number % 2 else duration * rng.uniform(0.8, 1.1)
+            # Most of the time nothing is committed yet, so that random instants seldom fall between two commits.
+            delay: float | Callable[[], None] = duration * rng.uniform(0, 1.1)
+            if number % 4 == 3:
+                delay = partial(sweeps.wait_for_a_commit, number)
             stop = children.kill if sent == signal.SIGKILL else children.interrupt
             outcome = stop(delay, **sweeps.command(number, sweeps.path))
             assert outcome.status in (0, -signal.SIGKILL, INTERRUPTED), outcome
