@@ -9,7 +9,7 @@ from math import ceil, floor, log10
 from pathlib import Path
 
 _COLOURS = ("#8a8f98", "#1f6feb", "#2da44e", "#bf8700", "#8250df", "#cf222e")
-_LEFT, _RIGHT, _BAR, _GAP = 190, 90, 14, 14
+_LEFT, _RIGHT, _BAR, _GAP = 270, 90, 14, 14
 _WIDTH = 760
 
 
@@ -31,6 +31,7 @@ def draw(path: Path, title: str, unit: str, groups: Sequence[Group]) -> None:
     parts, y = [], 52
     for group in groups:
         parts.append(f'<text x="8" y="{y + 11}" font-weight="bold">{escape(group.heading)}</text>')
+        y += _BAR + 4
         for name, value in group.bars:
             length = max(1.0, (log10(value) - low) * scale)
             colour = _COLOURS[names.index(name) % len(_COLOURS)]
