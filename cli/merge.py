@@ -10,13 +10,14 @@ import typer
 
 from .explained import run_facts
 from .options import (
-    SIZE,
     BudgetOption,
     DeviceOption,
     FidelityOption,
     JsonOption,
+    MemoryOption,
     MessageOption,
     MismatchOption,
+    NoReuseOption,
     NoSpaceCheckOption,
     OnMismatch,
     Policy,
@@ -64,9 +65,7 @@ def merge(
         typer.Option("--checkout", metavar="DIR", help="Afterwards write the result's files to this directory."),
     ] = None,
     force: Annotated[bool, flag("--force", help="Let --checkout replace a directory that is not empty.")] = False,
-    no_reuse: Annotated[
-        bool, flag("--no-reuse", help="Compute everything, even what an earlier merge has computed.")
-    ] = False,
+    no_reuse: NoReuseOption = False,
     verify_fidelity: Annotated[
         bool,
         flag(
@@ -78,10 +77,7 @@ def merge(
         bool, flag("--allow-nonfinite", help="Commit the result even if it holds NaN or infinity.")
     ] = False,
     no_space_check: NoSpaceCheckOption = False,
-    memory: Annotated[
-        int,
-        typer.Option("--memory", metavar="SIZE", parser=SIZE, show_default="1GiB", help="Most memory for the work."),
-    ] = 1 << 30,
+    memory: MemoryOption = 1 << 30,
     threads: ThreadsOption = None,
     device: DeviceOption = None,
     message: MessageOption = None,

@@ -101,6 +101,10 @@ MessageOption = Annotated[
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", metavar="N", min=1, help="Worker threads; default: one a CPU.")
 ]
+NoReuseOption = Annotated[bool, flag("--no-reuse", help="Compute everything, even what an earlier merge has computed.")]
+MemoryOption = Annotated[
+    int, typer.Option("--memory", metavar="SIZE", parser=SIZE, show_default="1GiB", help="Most memory for the work.")
+]
 NoSpaceCheckOption = Annotated[
     bool, flag("--no-space-check", help="Start even if it seems that there is no room; what does not fit is undone.")
 ]

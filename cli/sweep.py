@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import (
-    SIZE,
     BudgetOption,
     DeviceOption,
     FidelityOption,
     JsonOption,
+    MemoryOption,
     MismatchOption,
+    NoReuseOption,
     NoSpaceCheckOption,
     OnMismatch,
     Policy,
@@ -56,9 +57,7 @@ def sweep(
     on_mismatch: MismatchOption = OnMismatch.error,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="The most variants that are meant.")] = 64,
     dry_run: Annotated[bool, flag("--dry-run", help="Plan and show the variants; merge nothing.")] = False,
-    no_reuse: Annotated[
-        bool, flag("--no-reuse", help="Compute everything, even what an earlier merge has computed.")
-    ] = False,
+    no_reuse: NoReuseOption = False,
     verify_fidelity: Annotated[
         bool,
         flag(
@@ -70,10 +69,7 @@ def sweep(
         bool, flag("--allow-nonfinite", help="Commit results even if they hold NaN or infinity.")
     ] = False,
     no_space_check: NoSpaceCheckOption = False,
-    memory: Annotated[
-        int,
-        typer.Option("--memory", metavar="SIZE", parser=SIZE, show_default="1GiB", help="Most memory for the work."),
-    ] = 1 << 30,
+    memory: MemoryOption = 1 << 30,
     threads: ThreadsOption = None,
     device: DeviceOption = None,
     message: Annotated[

@@ -222,12 +222,14 @@ def publish_outcome(
     """
     identity = object_id(plan.encode())
     before = replace(writer.figures)
+    template = store.objects.get(Snapshot, plan.models[plan.template].snapshot)
     assembled = assemble(
-        store.objects.get(Snapshot, plan.models[plan.template].snapshot),
+        template,
         outcome.tensors,
         plan.out_dtype or plan.work_dtype,
         layers=layers_taken(plan.recipe),
-        replaced=_card_files(store, plan),
+        # Without a config.json it is no model's directory, and gets no card.
+        replaced={} if template.file("config.json") is None else card_files(plan),
         objects=store.objects,
         blocks=store.blocks,
         writer=writer,
@@ -288,12 +290,6 @@ def _figures(
         fidelity=fidelity,
         variants=variants,
     )
-
-
-def _card_files(store: Store, plan: Plan) -> dict[str, bytes]:
-    """A model card and the recipe, where there is a config.json: without one it is no model's directory."""
-    template = store.objects.get(Snapshot, plan.models[plan.template].snapshot)
-    return {} if template.file("config.json") is None else card_files(plan)
 
 
 def _measure(store: Store, plan: Plan) -> float:
