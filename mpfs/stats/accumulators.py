@@ -20,7 +20,7 @@ NONFINITE, ZEROS, LARGEST = range(3)
 class Accumulators:
     """What one pass over whole groups advances; `mpfs.stats.record` defines the order of every addition."""
 
-    sketch: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2 * SKETCH_WIDTH))
+    sketch: NDArray[np.float64] = field(default_factory=lambda: np.zeros(SKETCH_WIDTH + GROUP))
     sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros(GROUP))
     squares: NDArray[np.float64] = field(default_factory=lambda: np.zeros(GROUP))
     tallies: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(3, dtype=np.uint64))
@@ -29,7 +29,8 @@ class Accumulators:
         """Fold into a record, shape (), of `count` elements; `padding` zeros were added to fill the last group."""
         largest = self.tallies[LARGEST:].astype(FORMATS[dtype].bits)
         with np.errstate(over="ignore", invalid="ignore"):
-            folded = self.sketch[:SKETCH_WIDTH] + self.sketch[SKETCH_WIDTH:]
+            folded = self.sketch[:SKETCH_WIDTH].copy()
+            folded[:GROUP] += self.sketch[SKETCH_WIDTH:]
             sums = np.array([fold_lanes(self.sums), fold_lanes(self.squares)])
         sketch, sketch_saturated = saturate(folded, np.float32)
         sums, sums_saturated = saturate(sums, np.float64)

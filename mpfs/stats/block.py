@@ -21,7 +21,7 @@ def block_stats(
     in it. `mpfs.stats.record` specifies it. The sketch is a count sketch (Charikar, Chen, Farach-Colton:
     Finding frequent items in data streams, ICALP 2002), used as feature hashing (Weinberger et al., ICML 2009) uses it:
     the dot product of two sketches is an unbiased estimate of the dot product of the blocks, and the squared norm of
-    one (Alon, Matias, Szegedy, STOC 1996) has a relative standard error of about sqrt(2/64) = 18%.
+    one (Alon, Matias, Szegedy, STOC 1996) has a relative standard error of about sqrt(2/256) = 9%.
 
     Args:
         data: the block's raw little-endian bytes; any C-contiguous buffer, at any alignment. It is not copied.

@@ -3,7 +3,7 @@
 A sketch is linear: the difference of two blocks' sketches is the sketch of their difference, up to the rounding of
 each to float32 (so a delta below about 1e-7 of the weights' norm cannot be seen, while that of equal blocks is exactly
 0). Dot products of sketches estimate dot products of blocks without bias. The variance of an estimate of ⟨x, y⟩ is about
-(‖x‖²‖y‖² + ⟨x, y⟩²) / 64: count sketch (Charikar, Chen, Farach-Colton 2002), AMS (Alon, Matias, Szegedy 1996),
+(‖x‖²‖y‖² + ⟨x, y⟩²) / 256: count sketch (Charikar, Chen, Farach-Colton 2002), AMS (Alon, Matias, Szegedy 1996),
 feature hashing (Weinberger et al. 2009).
 
 All arithmetic is float64, elementwise and in a fixed order, never BLAS: a plan is made from these numbers, and its id
@@ -120,7 +120,7 @@ def delta_summary(a: Records, b: Records) -> DeltaSummary:
         b: records of the second's, shape (C,).
 
     Returns:
-        Estimates and exact norms for each column, over finite elements; a relative error of about sqrt(2/64) in each
+        Estimates and exact norms for each column, over finite elements; a relative error of about sqrt(2/256) in each
         column's `delta_squared`, and less over many columns, as the errors are independent.
 
     Raises:
@@ -139,12 +139,12 @@ def delta_summary(a: Records, b: Records) -> DeltaSummary:
 
 
 def _sketches(records: Records) -> NDArray[np.float64]:
-    """Shape (C,) → (64, C), contiguous: sums over buckets then run along columns."""
+    """Shape (C,) → (256, C), contiguous: sums over buckets then run along columns."""
     return np.ascontiguousarray(records["sketch"].T, dtype=np.float64)
 
 
 def tree_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum over the first axis, of length 64, by halves: an order that no library version or machine changes."""
+    """Sum over the first axis, of length 256, by halves: an order that no library version or machine changes."""
     width = SKETCH_WIDTH
     while width > 1:
         width //= 2

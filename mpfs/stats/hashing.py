@@ -5,9 +5,9 @@ Element i of a tensor (flat, C order) is lane j = i mod 64 of group g = i div 64
     mix(z): z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31
 
     signs(g)    = mix(g * 0x9E3779B97F4A7C15 + 0x243F6A8885A308D3)
-    rotation(g) = mix(g * 0x9E3779B97F4A7C15 + 0x13198A2E03707344) >> 58
+    rotation(g) = mix(g * 0x9E3779B97F4A7C15 + 0x13198A2E03707344) >> 56
 
-the element's sign is -1 if bit j of signs(g) is set, else +1, and its bucket is (j + rotation(g)) mod 64.
+the element's sign is -1 if bit j of signs(g) is set, else +1, and its bucket is (j + rotation(g)) mod 256.
 
 These are two streams of the SplitMix64 generator (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, OOPSLA 2014); the two keys are the first 128 bits of the fraction of pi.
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 GROUP: Final = 64
-"""Elements that share one sign word and one rotation."""
+"""Elements that share one sign word and one rotation; also the lanes of a sum."""
 
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _SIGN_KEY: Final = np.uint64(0x243F6A8885A308D3)
@@ -46,9 +46,9 @@ def group_hashes(first_group: int, groups: int) -> tuple[NDArray[np.uint64], NDA
         groups: how many.
 
     Returns:
-        The sign words, shape (groups,), bit j for lane j, set for -1; and the rotations, shape (groups,), 0 to 63.
+        The sign words, shape (groups,), bit j for lane j, set for -1; and the rotations, shape (groups,), 0 to 255.
     """
     index = np.arange(groups, dtype=np.uint64) + np.uint64(first_group)
     stepped = index * _STEP
-    rotations = _mix(stepped + _ROTATION_KEY) >> np.uint64(58)
+    rotations = _mix(stepped + _ROTATION_KEY) >> np.uint64(56)
     return _mix(stepped + _SIGN_KEY), rotations.astype(np.int64)

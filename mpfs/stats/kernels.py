@@ -52,7 +52,7 @@ def _mix(z: Any) -> Any:
 def _add_group(values: _Lanes, group: Any, sketch: _Lanes, sums: _Lanes, squares: _Lanes) -> None:
     stepped = group * np.uint64(0x9E3779B97F4A7C15)
     signs = _mix(stepped + np.uint64(0x243F6A8885A308D3))
-    rotation = _mix(stepped + np.uint64(0x13198A2E03707344)) >> np.uint64(58)
+    rotation = _mix(stepped + np.uint64(0x13198A2E03707344)) >> np.uint64(56)
     places = sketch[rotation : rotation + np.uint64(64)]
     for j in range(64):
         x = values[j]

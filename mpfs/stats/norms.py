@@ -2,7 +2,7 @@
 
 Records know the squared norms of a base b and of an expert e exactly; only the angle between them is left to the
 sketches. For delta d = e - b that ties ⟨b, d⟩ to ‖d‖²: ⟨b, d⟩ = (‖e‖² - ‖b‖² - ‖d‖²) / 2. The sketched products of b and d
-are (nearly) a Wishart matrix of 64 degrees of freedom about the true ones, which have thus one unknown instead of three;
+are (nearly) a Wishart matrix of 256 degrees of freedom about the true ones, which have thus one unknown instead of three;
 this module finds its maximum-likelihood value by Fisher scoring. Where d is small and perpendicular to b, as in most
 fine-tunes, the norms tell nothing; where an expert went far from its base, or shrank or grew along it, they are worth up to
 ten times as many buckets.
@@ -25,8 +25,8 @@ _WORTH: Final = 1.05
 _STEPS: Final = 4
 _FARTHEST: Final = 4.0
 """By how much an estimate may be moved; twice as far as the noise of a sketch ever goes."""
-_MOST: Final = 5.0
-"""How much is said to be known at most: with 64 buckets, larger figures do not come true."""
+_MOST: Final = 20.0
+"""How much is said to be known at most: with 256 buckets, larger figures do not come true."""
 _FLAT: Final = 1e-9
 """Determinants below this share of ‖b‖²‖d‖² are rounding."""
 
@@ -43,7 +43,7 @@ def with_norms(
 
     Returns:
         Gram matrices, of which energies are improved and cosines kept; and how much is known of each energy, shape (C, E):
-        1 is what 64 buckets tell, k is what 64·k would.
+        1 is what 256 buckets tell, k is what 256·k would.
     """
     energy = np.maximum(np.einsum("cii->ci", gram), 0.0)
     information = np.ones(energy.shape)

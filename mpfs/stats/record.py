@@ -1,6 +1,6 @@
 """The statistics record of one block: what it holds, byte by byte.
 
-312 bytes, little-endian, no padding:
+1080 bytes, little-endian, no padding:
 
 | offset | bytes | field         | type     | meaning |
 |-------:|------:|---------------|----------|---------|
@@ -11,7 +11,7 @@
 |     32 |     8 | `sum_squares` | f64      | sum of the squares of the finite elements |
 |     40 |     8 | `max_abs`     | f64      | largest finite absolute value; 0 if there is none |
 |     48 |     8 | `flags`       | u64      | bit 0 `COUNTS_ONLY`, bit 1 `SATURATED`; the others are 0 |
-|     56 |   256 | `sketch`      | 64 f32   | the sign sketch (`mpfs.stats.hashing`) of the finite elements |
+|     56 |  1024 | `sketch`      | 256 f32  | the sign sketch (`mpfs.stats.hashing`) of the finite elements |
 
 Everything after `count` treats a non-finite element as 0, except that `zeros` does not count it.
 
@@ -19,9 +19,9 @@ The sums are defined to the last bit, so a record is the same on every machine. 
 in groups of 64 from its start (a short last group is filled up with zeros that are not counted), each converted to
 f64, which is exact. Lane j, 0 ≤ j < 64, starts at +0.0 and adds the j-th element of each group in group order (for
 `sum_squares` its square, rounded to f64 first; no fused multiply-add). `sum` and `sum_squares` start at +0.0 and add
-lanes 0, 1, …, 63 in that order. All additions are f64, rounded to nearest, ties to even. The sketch has 128 f64 places that
+lanes 0, 1, …, 63 in that order. All additions are f64, rounded to nearest, ties to even. The sketch has 320 f64 places that
 start at +0.0; group after group, lane j adds its signed element to place r + j, where r is the group's rotation; bucket j
-is then place j plus place j + 64, rounded to f32.
+is then place j, for j < 64 plus place j + 256, rounded to f32.
 
 `SATURATED` says that a sum left its type's range (only f64 and very large f32 values can do that): what overflowed
 is then the largest finite value of its type with its sign, or 0 where infinities of both signs met.
@@ -37,8 +37,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-SKETCH_WIDTH: Final = 64
-"""Buckets of a sketch, lanes of a sum, and elements of a group."""
+SKETCH_WIDTH: Final = 256
+"""Buckets of a sketch."""
 
 RECORD: Final = np.dtype(
     [

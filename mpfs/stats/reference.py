@@ -46,7 +46,7 @@ def _accumulate_batch(bits: Bits, dtype: str, first_group: int, into: Accumulato
     signs, rotations = group_hashes(first_group, len(bits))
     negative = (signs[:, None] >> np.arange(GROUP, dtype=np.uint64)) & np.uint64(1)
     # Adding the zeros around a group's 64 places changes nothing: no accumulator is ever -0.0.
-    places = np.zeros((len(bits), 2 * GROUP), dtype=np.float64)
+    places = np.zeros((len(bits), len(into.sketch)), dtype=np.float64)
     columns = rotations[:, None] + np.arange(GROUP)
     np.put_along_axis(places, columns, np.where(negative == 1, -values, values), axis=1)
     _add_rows(places, into.sketch)

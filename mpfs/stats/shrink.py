@@ -1,11 +1,11 @@
 """Better estimates of many columns' Gram matrices at once, by what the columns of a tensor tell about each other. Pure.
 
-One sketch of 64 buckets knows a column's energy to 18%. Whoever takes the columns that look largest takes those whose
+One sketch of 256 buckets knows a column's energy to 9%. Whoever takes the columns that look largest takes those whose
 noise is largest too, and then promises too much. The remedy is Stein's: pull each column towards the mean of its
 tensor, by as much as the spread between columns is noise. Columns of equal energy come out as equal, columns that
 really differ stay as they are, and what is chosen by the estimates keeps what they say.
 
-An estimate of an energy m is m·χ²₆₄/64, so its logarithm has the same noise everywhere, of variance 0.0317 (less where
+An estimate of an energy m is m·χ²₂₅₆/256, so its logarithm has the same noise everywhere, of variance 0.0078 (less where
 more is known: `mpfs.stats.norms`). Logarithms are pulled towards their mean by the share of their variance that this is,
 and the sum of the energies is then restored. A few columns tell little about how much they really differ: to their
 spread is added what is usual, as if a few more had been seen.
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from mpfs.stats.record import SKETCH_WIDTH
 
 _K: Final = float(SKETCH_WIDTH)
-_NOISE: Final = 0.0317421
-"""Variance of the logarithm of χ²₆₄: the trigamma function at 32."""
+_NOISE: Final = 0.00784309
+"""Variance of the logarithm of χ²₂₅₆: the trigamma function at 128."""
 
 _USUAL: Final = 0.01
 """How much the logarithms of energies of a tensor's columns differ as a rule (a variance: 10% either way)."""

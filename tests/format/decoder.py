@@ -83,7 +83,7 @@ class Repository:
             require(xxhash.xxh3_128_digest(payload) == block, f"block {block.hex()} is damaged")
         for key, value in self.raw["stats"].items():
             record = unseal(key, value)
-            require(len(key) == 25 and key[16] < len(DTYPES) and len(record) == 312, f"stats {key.hex()}")
+            require(len(key) == 25 and key[16] < len(DTYPES) and len(record) == 1080, f"stats {key.hex()}")
             count, nonfinite, zeros, *_ = struct.unpack_from("<QQQdddQ", record)
             elements = len(self.raw["blocks"][key[:16]]) * 8 // BITS[DTYPES[key[16]]]
             require(count == elements and nonfinite + zeros <= count, f"stats {key.hex()}")

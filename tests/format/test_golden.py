@@ -66,7 +66,7 @@ def test_an_independent_reader_reproduces_every_file(golden: Path) -> None:
 def test_it_has_something_of_everything(golden: Path) -> None:
     repository = decoder.Repository(golden)
     empty = [name for name, records in repository.raw.items() if not records]
-    assert empty == ["pairs"]
+    assert not empty
     dtypes = {tensor["dtype"] for tensor in repository.objects["tensors"].values()}
     assert dtypes == {"F32", "F16", "BF16", "F64", "F4", "I64", "U8"}
     assert {len(value) for value in repository.raw["blocks"].values()} >= {3, 4096}

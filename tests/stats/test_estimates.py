@@ -27,7 +27,7 @@ def test_squared_norm_is_unbiased_with_the_error_of_theory() -> None:
     for trial in range(400):
         x = rng.standard_normal(4096)
         ratios.append(squared(record(x, 4096 * trial)) / (x.astype(np.float32).astype(np.float64) ** 2).sum())
-    theory = math.sqrt(2 / 64)
+    theory = math.sqrt(2 / 256)
     assert abs(np.mean(ratios) - 1) < 4 * theory / math.sqrt(len(ratios))
     assert 0.85 * theory < np.std(ratios) < 1.15 * theory
 
@@ -39,7 +39,7 @@ def test_one_vector_under_many_signs() -> None:
     exact = (x.astype(np.float32).astype(np.float64) ** 2).sum()
     ratios = [squared(record(x, 64 * offset)) / exact for offset in rng.integers(0, 1 << 40, size=600)]
     assert abs(np.mean(ratios) - 1) < 4 * np.std(ratios) / math.sqrt(len(ratios))
-    assert np.std(ratios) < 1.15 * math.sqrt(2 / 64)
+    assert np.std(ratios) < 1.15 * math.sqrt(2 / 256)
 
 
 def test_dot_product_is_unbiased() -> None:
@@ -51,7 +51,7 @@ def test_dot_product_is_unbiased() -> None:
         a, b = record(x, 64 * offset), record(y, 64 * offset)
         dots.append(float(a["sketch"].astype(np.float64) @ b["sketch"].astype(np.float64)))
     exact = float(x @ y)
-    theory = math.sqrt(((x @ x) * (y @ y) + exact**2) / 64)
+    theory = math.sqrt(((x @ x) * (y @ y) + exact**2) / 256)
     assert abs(np.mean(dots) - exact) < 4 * theory / math.sqrt(len(dots))
     assert np.std(dots) < 1.15 * theory
 
@@ -67,8 +67,8 @@ def test_outlier_channels_do_not_spoil_the_estimate(width: int) -> None:
         x[:, [3, 40]] *= 100
         exact = (x.astype(np.float32).astype(np.float64) ** 2).sum()
         ratios.append(squared(record(x, trial * (1 << 20))) / exact)
-    assert abs(np.mean(ratios) - 1) < 4 * math.sqrt(2 / 64) / math.sqrt(len(ratios))
-    assert np.std(ratios) < 1.2 * math.sqrt(2 / 64)
+    assert abs(np.mean(ratios) - 1) < 4 * math.sqrt(2 / 256) / math.sqrt(len(ratios))
+    assert np.std(ratios) < 1.2 * math.sqrt(2 / 256)
 
 
 def test_sketch_is_linear() -> None:
@@ -118,7 +118,7 @@ def test_delta_gram() -> None:
 def test_delta_gram_of_many_columns_equals_that_of_few() -> None:
     rng = np.random.default_rng(7)
     records = np.zeros((3, 1300), dtype=RECORD)
-    records["sketch"] = rng.standard_normal((3, 1300, 64))
+    records["sketch"] = rng.standard_normal((3, 1300, 256))
     whole = delta_gram(records[0], records[1:])
     parts = [delta_gram(records[0, i : i + 7], records[1:, i : i + 7]) for i in range(0, 1300, 7)]
     assert np.array_equal(whole, np.concatenate(parts))

@@ -12,9 +12,9 @@ from mpfs.stats.shrink import shrink_gram
 def estimates(energy: NDArray[np.float64], cosine: float, seed: int) -> NDArray[np.float64]:
     """Gram matrices of two experts' deltas as sketches would estimate them; `energy` (C, 2)."""
     rng = np.random.default_rng(seed)
-    first = rng.normal(size=(len(energy), 64))
-    second = cosine * first + np.sqrt(1 - cosine**2) * rng.normal(size=(len(energy), 64))
-    sketches = np.stack([first, second], axis=1) * np.sqrt(energy / 64)[:, :, None]
+    first = rng.normal(size=(len(energy), 256))
+    second = cosine * first + np.sqrt(1 - cosine**2) * rng.normal(size=(len(energy), 256))
+    sketches = np.stack([first, second], axis=1) * np.sqrt(energy / 256)[:, :, None]
     result: NDArray[np.float64] = np.einsum("cik,cjk->cij", sketches, sketches)
     return result
 
