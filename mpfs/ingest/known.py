@@ -15,8 +15,7 @@ from mpfs.ingest.incoming import Incoming
 from mpfs.ingest.source import SourceFile
 from mpfs.objects import Tensor
 from mpfs.objects.encoding import encode
-from mpfs.store import Store, Writer, reuse_key
-from mpfs.store.blocks import stats_key
+from mpfs.store import Store, Writer, reuse_key, stats_key
 
 KIND = "known_file"
 

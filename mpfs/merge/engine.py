@@ -489,13 +489,13 @@ def left_out(store: Store, tensor: PlanTensor, inputs: PlanInputs) -> tuple[tupl
         )
     if inputs.base is None or not any(unread):
         return tuple(() for _ in unread)
-    base = column_records(store.blocks, inputs.base.tensor, tensor.column_elements)
+    base = column_records(store.blocks, inputs.base.tensor, tensor.column_elements, inputs.base.identity)
     result: list[tuple[LeftOut, ...]] = []
     for expert, columns in zip(inputs.experts, unread, strict=True):
         if not columns:
             result.append(())
             continue
-        records = column_records(store.blocks, expert.tensor, tensor.column_elements)
+        records = column_records(store.blocks, expert.tensor, tensor.column_elements, expert.identity)
         energy = delta_gram(base, records[None, :])[:, 0, 0]
         runs = []
         for column in columns:

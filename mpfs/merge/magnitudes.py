@@ -86,4 +86,4 @@ def are_counted(work: str, base: ModelTensor, expert: ModelTensor) -> bool:
 
 def _is_finite(reader: BlockReader, base: ModelTensor) -> bool:
     """Where a NaN of the base stays as it is, merges see a NaN for a delta, and the store a zero."""
-    return int(block_records(reader, base.tensor)["nonfinite"].sum()) == 0
+    return int(block_records(reader, base.tensor, base.identity)["nonfinite"].sum()) == 0

@@ -111,10 +111,11 @@ class Weigher:
         cost = np.zeros((columns, len(experts)), np.int64)
         for index, (expert, blocks) in enumerate(zip(experts, differing, strict=True)):
             cost[:, index] = _column_cost(expert, blocks, elements)
-        if base is None or not cost.any():
+        if inputs.base is None or not cost.any():
             return _Deltas(differing, cost, np.zeros((columns, len(experts), len(experts))), None, None)
-        records = np.stack([column_records(self._reader, expert, elements) for expert in experts])
-        origin = column_records(self._reader, base, elements)
+        sources = [inputs.base, *(item for _, item in inputs.experts)]
+        found = [column_records(self._reader, item.tensor, elements, item.identity) for item in sources]
+        origin, records = found[0], np.stack(found[1:])
         sizes = np.full(columns, elements, np.int64)
         sizes[-1] = inputs.numel - (columns - 1) * elements
         # An equal block has no delta, whatever rounding left in the sketches.

@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpfs.objects import Tensor
+from mpfs.errors import IntegrityError
+from mpfs.objects import ObjectId, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.stats.differences import Comparison
 from mpfs.stats.estimate import combine
 from mpfs.stats.record import RECORD, Records
-from mpfs.store import BlockReader, stats_keys
+from mpfs.store import BlockReader
 from mpfs.store.pairs import PairRecord
 
 _BATCH_BLOCKS = 16
 
 
-def block_records(reader: BlockReader, tensor: Tensor) -> Records:
-    """The records of a tensor's blocks, shape (blocks,).
+def block_records(reader: BlockReader, tensor: Tensor, identity: ObjectId | None = None) -> Records:
+    """The records of a tensor's blocks, shape (blocks,). `identity` is the tensor's id, for those who know it.
 
     Raises:
         IntegrityError: one is missing.
     """
-    return np.frombuffer(b"".join(reader.stats(stats_keys(tensor))), RECORD)
+    found = reader.stats(tensor, identity)
+    if len(found) != RECORD.itemsize * len(tensor.blocks):
+        raise IntegrityError(
+            f"{len(found):,} bytes of statistics are not {len(tensor.blocks):,} records of {RECORD.itemsize:,} bytes; "
+            "'mpfs fsck --read-data --repair' makes them anew"
+        )
+    return np.frombuffer(found, RECORD)
 
 
 def blocks_per_column(tensor: Tensor, column_elements: int) -> int:
@@ -32,9 +39,11 @@ def blocks_per_column(tensor: Tensor, column_elements: int) -> int:
     return column_elements * itemsize(tensor.dtype) // tensor.block_size
 
 
-def column_records(reader: BlockReader, tensor: Tensor, column_elements: int) -> Records:
-    """The records of a tensor's columns, shape (columns,)."""
-    records = block_records(reader, tensor)
+def column_records(
+    reader: BlockReader, tensor: Tensor, column_elements: int, identity: ObjectId | None = None
+) -> Records:
+    """The records of a tensor's columns, shape (columns,); see `block_records`."""
+    records = block_records(reader, tensor, identity)
     width = blocks_per_column(tensor, column_elements)
     if width == 1:
         return records

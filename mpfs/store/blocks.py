@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from mpfs.errors import IntegrityError
-from mpfs.objects import BlockId, Tensor, block_id
-from mpfs.objects.dtypes import CODES
+from mpfs.objects import BlockId, ObjectId, Tensor, block_id
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.seal import unseal_all
+from mpfs.store.statistics import packed, stats_keys
 
 RAW = 0
 """The codec of payloads that are the raw bytes; no other is defined yet."""
@@ -65,20 +63,6 @@ def footprint(size: int) -> int:
     return size if size < _SMALL else -(-(size + _PAGE_HEADER) // _PAGE) * _PAGE
 
 
-def stats_key(block: BlockId, dtype: str, first_element: int) -> bytes:
-    """The key of a block's statistics: they depend on its bytes, its dtype and where in a tensor it lies."""
-    return block + bytes([CODES[dtype]]) + first_element.to_bytes(8, "big")
-
-
-def stats_keys(tensor: Tensor) -> list[bytes]:
-    """The keys of the statistics of all of a tensor's blocks."""
-    code = bytes([CODES[tensor.dtype]])
-    starts = [tensor.block_start(index) for index in range(min(2, len(tensor.blocks)))]
-    step = starts[-1] if starts else 0
-    places = (np.arange(len(tensor.blocks), dtype=np.uint64) * np.uint64(step)).astype(">u8").tobytes()
-    return [block + code + places[8 * index : 8 * index + 8] for index, block in enumerate(tensor.blocks)]
-
-
 def read_ahead(environment: Environment, blocks: Sequence[BlockId]) -> None:
     """Ask the disk for blocks, as far as their places are known. Never fails for a bad hint."""
     with environment.read() as txn:
@@ -124,20 +108,24 @@ class BlockReader:
             record = txn.get("block_info", block)
             return None if record is None else BlockInfo.unpack(record)
 
-    def stats(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The statistics records under these keys (see `stats_key`), in order.
+    def stats(self, tensor: Tensor, identity: ObjectId | None = None) -> bytes:
+        """The records of statistics of a tensor's blocks, one after the other; `identity` is its id, where that is known.
 
         Raises:
             IntegrityError: one is missing or damaged.
         """
         with self._environment.read() as txn:
+            whole = packed(txn, tensor, identity)
+            if whole is not None:
+                return bytes(whole)
+            keys = stats_keys(tensor)
             found = txn.get_many("stats", keys)
         payloads, damaged = unseal_all(found)
         if damaged is not None:
             name = damaged[:16].hex()
             raise IntegrityError(f"block {name}: its record of statistics is damaged: its checksum does not match")
         try:
-            return [payloads[key] for key in keys]
+            return b"".join([payloads[key] for key in keys])
         except KeyError as error:
             name = error.args[0][:16].hex()
             raise IntegrityError(f"block {name}: its statistics are missing", block=name) from None

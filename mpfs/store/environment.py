@@ -32,6 +32,7 @@ DATABASES = (
     "blocks",
     "block_info",
     "stats",
+    "tensor_stats",
     "tensors",
     "snapshots",
     "commits",

@@ -19,7 +19,7 @@ from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor,
 from mpfs.objects.dtypes import CODES
 from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
 from mpfs.objects.progress import Progress
-from mpfs.store.blocks import RAW, BlockInfo, stats_key
+from mpfs.store.blocks import RAW, BlockInfo
 from mpfs.store.environment import Transaction
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import DATABASE_OF, decode_object
@@ -28,6 +28,7 @@ from mpfs.store.pairs import Pair, PairRecord, is_recorded, pair_of, pair_proble
 from mpfs.store.reach import Reach
 from mpfs.store.refs import decode_ref, decode_reflog_entry
 from mpfs.store.seal import SEAL_SIZE, is_sealed
+from mpfs.store.statistics import packed_problem, stats_key
 from mpfs.store.store import Store, meta_checksum
 
 _BATCH_BYTES = 64 << 20
@@ -68,7 +69,7 @@ class Problem:
 
     `kind` is a stable word: `missing_X` (it is referred to and not there), `damaged_X` (its bytes are not what its id
     or checksum says, or cannot be read), with X one of meta, ref, reflog, commit, snapshot, plan, run, tensor, block,
-    block_info, stats, reuse, pairs, page; `wrong_size`, `wrong_run_index`, `wrong_stats`, `wrong_pairs` and `stray_stats`. `object` is the
+    block_info, stats, tensor_stats, reuse, pairs, page; `wrong_size`, `wrong_run_index`, `wrong_stats`, `wrong_pairs` and `stray_stats`. `object` is the
     id, or the ref's name. While there is a `damaged_page`, nothing else is looked at: LMDB itself cannot be trusted.
     """
 
@@ -324,9 +325,12 @@ class Check:
 
     def _tensors(self) -> None:
         places: list[tuple[BlockId, int, bytes, ObjectId]] = []
-        for _, identity, tensor in self._objects(Tensor):
+        for txn, identity, tensor in self._objects(Tensor):
             if tensor.block_size != self.store.info.block_size:
                 self._problem("wrong_size", identity, f"it has blocks of {tensor.block_size:,} bytes, unlike the store")
+            problem = packed_problem(txn, tensor, identity)
+            if problem is not None:
+                self._problem("damaged_tensor_stats", identity, problem)
             for index, (block, size) in enumerate(tensor.sized_blocks()):
                 places.append((block, size, stats_key(block, tensor.dtype, tensor.block_start(index)), identity))
                 if len(places) >= _BATCH_LOOKUPS:

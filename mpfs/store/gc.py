@@ -23,6 +23,7 @@ from mpfs.store.locks import repository_lock
 from mpfs.store.objects import DATABASE_OF, decode_object
 from mpfs.store.refs import QUARANTINE, decode_ref, decode_reflog_entry
 from mpfs.store.seal import SEAL_SIZE
+from mpfs.store.statistics import PACKED
 from mpfs.store.store import Store
 
 DAY_SECONDS = 86400
@@ -315,6 +316,7 @@ def _execute(store: Store, plan: GcPlan) -> None:
     _delete(store, "snapshots", map(bytes.fromhex, plan.snapshots))
     _delete(store, "pairs", _pairs_of(store, set(map(bytes.fromhex, plan.tensors))))
     _delete(store, "tensors", map(bytes.fromhex, plan.tensors))
+    _delete(store, PACKED, _without_tensor(store))
     _delete(store, "reuse", _reuse_of(store, set(plan.blocks)))
     remaining = iter(plan.blocks)
     while _delete_blocks(store, remaining):
@@ -351,6 +353,12 @@ def _pairs_of(store: Store, tensors: set[bytes]) -> list[bytes]:
         return []
     batches = store.environment.batches("pairs", values=False)
     return [key for _, batch in batches for key, _ in batch if key[:32] in tensors or key[32:64] in tensors]
+
+
+def _without_tensor(store: Store) -> list[bytes]:
+    """Keys of statistics by tensor whose tensor is gone, or was never published."""
+    batches = store.environment.batches(PACKED, values=False)
+    return [key for txn, batch in batches for key, _ in batch if not txn.contains("tensors", key)]
 
 
 def _reuse_of(store: Store, blocks: set[BlockId]) -> list[bytes]:

@@ -21,7 +21,7 @@ from mpfs.errors import IntegrityError, RefConflictError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor, block_id, object_id
 from mpfs.objects.ids import BLOCK_ID_SIZE
 from mpfs.objects.progress import Progress
-from mpfs.store.blocks import RAW, BlockInfo, stats_key
+from mpfs.store.blocks import RAW, BlockInfo
 from mpfs.store.environment import Transaction
 from mpfs.store.fsck import Check, FsckReport, PairsOf, StatsOf
 from mpfs.store.locks import repository_lock
@@ -29,6 +29,7 @@ from mpfs.store.objects import DATABASE_OF, decode_object, put_object
 from mpfs.store.pairs import pair_problem
 from mpfs.store.refs import QUARANTINE, Ref, RefKind, decode_ref, decode_reflog_entry, set_ref
 from mpfs.store.seal import is_sealed, seal
+from mpfs.store.statistics import PACKED, missing, packed_problem, put_packed, stats_key
 from mpfs.store.store import Store
 from mpfs.store.writer import StagedBlock, WriteFigures, Writer
 
@@ -113,6 +114,7 @@ class _Repair:
         self._move_damaged_objects()
         self._block_infos()
         self._stats()
+        self._packed()
         self._caches()
         self._run_index()
         self._refs()
@@ -175,6 +177,21 @@ class _Repair:
                     made += 1
         self._did(len(useless), "removed records of statistics that were wrong")
         self._did(made, "made records of statistics anew")
+
+    def _packed(self) -> None:
+        """Statistics by tensor; those that are not what the records are now, or are not there, are made anew."""
+        wrong: list[ObjectId] = []
+        for tensor in self._readable(Tensor):
+            identity = object_id(tensor.encode())
+            with self.store.environment.read() as txn:
+                if packed_problem(txn, tensor, identity) is not None:
+                    wrong.append(identity)
+        for txn, identity in self._writing(wrong):
+            txn.delete(PACKED, bytes.fromhex(identity))
+        for entries in missing(self.store.environment, self._readable(Tensor)):
+            with self.store.environment.write(needed=sum(len(value) for _, value in entries)) as txn:
+                put_packed(txn, entries)
+        self._did(len(wrong), "made statistics of tensors anew")
 
     def _caches(self) -> None:
         found: dict[str, list[bytes]] = {"reuse": [], "pairs": []}

@@ -18,12 +18,13 @@ from types import TracebackType
 from mpfs.errors import IntegrityError, MPFSError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
 from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
-from mpfs.store.blocks import RAW, BlockInfo, read_ahead, stats_key
+from mpfs.store.blocks import RAW, BlockInfo, read_ahead
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.objects import put_object
 from mpfs.store.pairs import Pair, PairRecord, pairs_size, put_pair_records
 from mpfs.store.refs import RefKind, set_ref
 from mpfs.store.seal import seal
+from mpfs.store.statistics import missing, put_packed, stats_key
 
 UNSYNCED_BYTES = 64 << 20
 """Payload bytes that are staged and not durable yet, at the most: what has to be stored again after a crash."""
@@ -179,11 +180,20 @@ class Writer:
         # Half of a tensor's object is its block ids in hex.
         needed = sum(2 * BLOCK_ID_SIZE * len(tensor.blocks) for tensor in tensors) + (1 << 20)
         needed += pairs_size(pairs or {})
+        entries: list[tuple[bytes, bytes]] = []
+        for batch in missing(self._environment, tensors):
+            # All but the last go ahead: a transaction holds in memory what it writes.
+            if entries:
+                with self._environment.write(needed=_nbytes(entries)) as txn:
+                    put_packed(txn, entries)
+            entries = batch
+        needed += _nbytes(entries)
         with self._environment.write(needed) as txn:
             self._place(txn)
             for tensor in tensors:
                 _require_blocks(txn, tensor)
                 put_object(txn, tensor)
+            put_packed(txn, entries)
             put_pair_records(txn, pairs or {})
             put_object(txn, snapshot)
             if plan is not None:
@@ -255,6 +265,10 @@ class Writer:
         """Note where the previous batch's payloads lie in the file, which is known only once they are committed."""
         unplaced, self._unplaced = self._unplaced, []
         record_offsets(txn, unplaced)
+
+
+def _nbytes(entries: Iterable[tuple[bytes, bytes]]) -> int:
+    return sum(len(key) + len(value) for key, value in entries)
 
 
 def record_offsets(txn: Transaction, blocks: Sequence[BlockId]) -> None:

@@ -35,7 +35,7 @@ from store_helpers import (
 
 from mpfs.errors import IntegrityError, MPFSError, NoSpaceError, NotFoundError, RefConflictError
 from mpfs.objects import BlobFile, Commit, Snapshot, Tensor, block_id, object_id
-from mpfs.store import RefMove, StagedBlock, Store, Writer, execute_gc, stats_key
+from mpfs.store import RefMove, StagedBlock, Store, Writer, execute_gc
 
 pytest_plugins = ["store_fixtures"]
 
@@ -102,10 +102,10 @@ def test_a_known_block_at_a_new_place_gets_its_statistics(store: Store) -> None:
         writer.put_block(replace(block, first_element=1024, stats=b"other"))
         writer.put_block(replace(block, dtype="BF16", stats=b"third"))
         writer.flush()
-    keys = [stats_key(block.block, dtype, start) for dtype, start in (("F32", 0), ("F32", 1024), ("BF16", 0))]
-    assert store.blocks.stats(keys) == [STATS, b"other", b"third"]
+    assert store.blocks.stats(Tensor("F32", (2048,), 4096, (block.block,) * 2)) == STATS + b"other"
+    assert store.blocks.stats(Tensor("BF16", (2048,), 4096, (block.block,))) == b"third"
     with pytest.raises(IntegrityError, match="statistics are missing"):
-        store.blocks.stats([stats_key(block.block, "F16", 0)])
+        store.blocks.stats(Tensor("F16", (2048,), 4096, (block.block,)))
 
 
 @pytest.mark.parametrize("same_batch", [True, False])
