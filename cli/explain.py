@@ -48,7 +48,8 @@ def explain(
     if html is not None and insight is not None:
         # Nobody reads a whole id in a heading.
         title = target[:12] if len(target) == _ID_LENGTH and target.isalnum() else target
-        _write_page(html, explanation, insight, title)
+        about = "" if entry is None else f"{entry.identity[:12]}: {entry.commit.message.partition(chr(10))[0]}"
+        _write_page(html, explanation, insight, title, about)
     if as_json:
         document = {**explanation.as_json(), "message": None if entry is None else entry.commit.message}
         if insight is not None:
@@ -67,7 +68,7 @@ def explain(
         out.facts(run_facts(explanation.figures))
         out.line()
     budget = {
-        "none": "none: everything is read",
+        "none": "none but those of the recipe" if plan.bounds else "none: everything is read",
         "bytes": format_size(plan.budget.value),
         "percent": f"{plan.budget.value:g}% of the expert bytes",
         "fidelity": f"as little as reaches fidelity {plan.budget.value:g}",
@@ -90,7 +91,7 @@ def explain(
     tables(out, explanation)
 
 
-def _write_page(file: Path, explanation: Explanation, insight: Insight, title: str) -> None:
+def _write_page(file: Path, explanation: Explanation, insight: Insight, title: str, about: str) -> None:
     from mpfs.history.page import explanation_page
 
-    file.write_text(explanation_page(explanation, insight, title), encoding="utf-8")
+    file.write_text(explanation_page(explanation, insight, title, about), encoding="utf-8")
