@@ -3,7 +3,8 @@
 Both run as a user runs them, one process a merge, sides alternating. mergekit writes a directory; MPFS merges out of
 its repository and commits (`merge`), and checks the result out as well (`merge + checkout`). The floors are `cat` of
 all inputs and `cp` + sync of one output. Warm means that a side's inputs were read just before it; cold, that the
-kernel's caches were dropped.
+kernel's caches were dropped. Experts are imported with `--base`, as the README does, which counts the magnitudes of their
+deltas; with `--plain-imports` they are not, and the first merge that trims counts them.
 """
 
 from __future__ import annotations
@@ -123,7 +124,15 @@ class Contest:
     """The two sides over one family of models."""
 
     def __init__(
-        self, scratch: Path, mergekit: Path, experts: int, architecture: Architecture, models: Path, cold: bool
+        self,
+        scratch: Path,
+        mergekit: Path,
+        experts: int,
+        architecture: Architecture,
+        models: Path,
+        *,
+        cold: bool,
+        plain_imports: bool,
     ) -> None:
         self.scratch = scratch
         self.mergekit = mergekit
@@ -137,7 +146,7 @@ class Contest:
             for number, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
                 if not source.exists():
                     write_model(source, architecture, seed=1, expert=number)
-                repo.import_checkpoint(source, name)
+                repo.import_checkpoint(source, name, base=self.names[0] if number and not plain_imports else None)
                 print(f"made and imported {name}", file=sys.stderr, flush=True)
         os.sync()
 
@@ -240,6 +249,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--methods", nargs="+", default=["linear", "task_arithmetic", "ties", "dare_ties"])
     parser.add_argument("--budgets", type=int, nargs="*", default=[10])
     parser.add_argument("--cold", action="store_true", help="drop the kernel's caches before each run (needs root)")
+    parser.add_argument("--plain-imports", action="store_true", help="import the experts without --base")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the benchmark itself")
     parser.add_argument("--scratch", type=Path, help="where to work (default: a temporary directory)")
     parser.add_argument("--models", type=Path, help="where the models m0, m1, … are, or are made and left")
@@ -250,7 +260,15 @@ def main(arguments: list[str]) -> None:
     try:
         architecture = QWEN3_TINY if options.tiny else QWEN3_600M
         models = options.models or scratch / "models"
-        contest = Contest(scratch, options.mergekit, max(options.experts), architecture, models, options.cold)
+        contest = Contest(
+            scratch,
+            options.mergekit,
+            max(options.experts),
+            architecture,
+            models,
+            cold=options.cold,
+            plain_imports=options.plain_imports,
+        )
         for _ in range(options.rounds):
             for count in options.experts:
                 contest.floors(count)
@@ -260,7 +278,12 @@ def main(arguments: list[str]) -> None:
         contest.report(options.rounds)
         if options.json is not None:
             raw = {name: [asdict(item) for item in runs] for name, runs in contest.runs.items()}
-            about = {"machine": machine(), "cold": options.cold, "versions": versions(options.mergekit)}
+            about = {
+                "machine": machine(),
+                "cold": options.cold,
+                "plain_imports": options.plain_imports,
+                "versions": versions(options.mergekit),
+            }
             options.json.write_text(json.dumps({**about, "runs": raw}, indent=1) + "\n", encoding="utf-8")
         if options.picture is not None:
             contest.picture(options.picture)
