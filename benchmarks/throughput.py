@@ -136,7 +136,9 @@ def _report(runs: dict[str, list[Measured]], nbytes: int, rounds: int) -> None:
         seconds = [item.seconds for item in items]
         peak = max(item.peak_anonymous for item in items) // MIB
         rate = nbytes / median(seconds) / 1e9
-        print(f"| {name} | {spread(seconds)} | {median(seconds) / floor:.2f} | {rate:.2f} | {peak} MiB |")
+        print(
+            f"| {name} | {spread(seconds)} | {median(seconds) / floor:.2f} | {rate:.2f} | {f'{peak} MiB' if peak else ''} |"
+        )
 
 
 if __name__ == "__main__":
