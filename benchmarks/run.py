@@ -12,6 +12,7 @@ from benchmarks import (  # after the path is set
     accuracy,
     fidelity,
     fidelity_scale,
+    large,
     peers,
     sweeps,
     thresholds,
@@ -25,12 +26,13 @@ BENCHMARKS = {
     "fidelity_scale": fidelity_scale.main,
     "thresholds": thresholds.main,
     "sweeps": sweeps.main,
+    "large": large.main,
     "accuracy": accuracy.main,
 }
-"""Each takes its own arguments; `peers` needs an environment with mergekit and `accuracy` scikit-learn, so that these run by
-name only."""
+"""Each takes its own arguments; `peers` needs an environment with mergekit, `accuracy` scikit-learn and `large` 30 GB of disk, so that
+these run by name only."""
 
-BY_NAME_ONLY = {"peers", "accuracy"}
+BY_NAME_ONLY = {"peers", "accuracy", "large"}
 
 
 def main(arguments: list[str]) -> int:
