@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .explained import bound_facts, cost_facts, expert_facts, run_facts, tables
+from .explained import bound_facts, cost_facts, model_facts, run_facts, tables
 from .options import JsonOption
 from .output import HEAD, ID
 from .session import Session
@@ -73,11 +73,9 @@ def explain(
         "percent": f"{plan.budget.value:g}% of the expert bytes",
         "fidelity": f"as little as reaches fidelity {plan.budget.value:g}",
     }[plan.budget.kind]
-    facts = [("method", plan.method)]
-    if plan.base is not None:
-        facts.append(("base", plan.models[plan.base].name))
-    facts += [
-        *expert_facts(explanation),
+    facts = [
+        ("method", plan.method),
+        *model_facts(explanation),
         ("budget", f"{budget} (policy {plan.policy})" if plan.budget.kind != "none" else budget),
         *cost_facts(plan),
         ("fidelity predicted", f"{plan.fidelity_predicted:.4f}"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .output import HEAD, Column, Output
-from .sizes import format_seconds, format_size
+from .sizes import format_count, format_seconds, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,15 +64,22 @@ def cost_facts(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def expert_facts(explanation: Explanation) -> list[tuple[str, str]]:
-    """A line for each expert: what is read of it, and the method's parameters for it."""
+def model_facts(explanation: Explanation) -> list[tuple[str, str]]:
+    """A line for each model: its commit; and of an expert, what is read of it, and the method's parameters for it."""
     from mpfs.history.explain import ranges_text
 
+    plan = explanation.plan
+    experts = iter(explanation.experts)
     facts = []
-    for item in explanation.experts:
+    for index, model in enumerate(plan.models):
+        name = f"{model.name} @ {model.commit[:12]}"
+        if index == plan.base:
+            facts.append(("base", name))
+            continue
+        item = next(experts)
         parameters = ranges_text(item.parameters)
-        read = f"{item.columns_read:,} of {item.columns:,} columns read"
-        facts.append(("expert", f"{item.model}: {read}" + (f"; {parameters}" if parameters else "")))
+        read = f"{item.columns_read:,} of {format_count(item.columns, 'column')} read"
+        facts.append(("expert", f"{name}: {read}" + (f"; {parameters}" if parameters else "")))
     return facts
 
 

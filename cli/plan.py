@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .explained import bound_facts, cost_facts, tables
+from .explained import bound_facts, cost_facts, model_facts, tables
 from .options import (
     BudgetOption,
     FidelityOption,
@@ -22,9 +22,10 @@ from .options import (
 )
 from .output import ID, Output
 from .session import Session
-from .sizes import format_count, format_seconds, format_size
+from .sizes import format_seconds, format_size
 
 if TYPE_CHECKING:
+    from mpfs.history import Explanation
     from mpfs.merge.reports import Outlook, PlanReport
 
 
@@ -52,6 +53,8 @@ def plan(
         mpfs plan recipe.yml --budget 10%
         mpfs plan recipe.yml --fidelity 0.95 --explain -o plan.json
     """
+    from mpfs.history import explain_plan
+
     session = Session.of(ctx)
     out = session.output(as_json)
     with session.open() as repository:
@@ -63,29 +66,29 @@ def plan(
             on_mismatch=on_mismatch.value,
         )
         outlook = repository.outlook(report.plan)
-        explanation = repository.explain(report.identity) if explain else None
+    explanation = explain_plan(report.plan)
     if output is not None:
         output.write_bytes(report.plan.encode())
     if as_json:
         document = {**report.as_json(), "outlook": outlook.as_json()}
         if output is not None:
             document["file"] = str(output)
-        if explanation is not None:
+        if explain:
             told = explanation.as_json()
             document.update(layers=told["layers"], tensors=told["tensors"])
         out.document(document)
     elif session.quiet:
         out.line(report.identity)
     else:
-        _summary(out, report, outlook)
-        if explanation is not None:
+        _summary(out, report, outlook, explanation)
+        if explain:
             out.line()
             tables(out, explanation)
         out.line()
         out.line("run it:  mpfs merge ", str(output) if output is not None else report.identity[:12], " --into BRANCH")
 
 
-def _summary(out: Output, report: PlanReport, outlook: Outlook) -> None:
+def _summary(out: Output, report: PlanReport, outlook: Outlook, explanation: Explanation) -> None:
     plan = report.plan
     out.line("plan ", (report.identity[:12], ID), f"  {plan.method}")
     facts = [*cost_facts(plan), ("fidelity", f"{plan.fidelity_predicted:.4f} predicted"), *bound_facts(plan)]
@@ -102,16 +105,7 @@ def _summary(out: Output, report: PlanReport, outlook: Outlook) -> None:
     facts.append(("on the disk", f"at most {format_size(outlook.disk_bytes)} more"))
     if seconds is not None:
         facts.append(("time", f"about {format_seconds(seconds)}, going by past runs"))
-    for index, model in enumerate(plan.models):
-        read = total = 0
-        for tensor in plan.tensors:
-            for (expert, _), selection in zip(tensor.experts, tensor.selections, strict=True):
-                if expert == index:
-                    read += len(selection)
-                    total += tensor.column_count
-        role = "base" if index == plan.base else "expert"
-        columns = "" if role == "base" else f", {read:,} of {format_count(total, 'column')} read"
-        facts.append((role, f"{model.name} @ {model.commit[:12]}{columns}"))
+    facts += model_facts(explanation)
     facts.append(("other files", f"those of {plan.models[plan.template].name}"))
     out.facts(facts)
     for note in plan.notes:

@@ -59,6 +59,17 @@ def test_parameters_that_vary_are_told_by_layer(mpfs: Command, workplace: Path) 
     assert re.search(r"^layer +a +b +kept +cosine +parameters +tensors$", shown, re.MULTILINE)
     assert re.search(r"^layer\.0 .* a weight 0\.\d+", shown, re.MULTILINE)
     mpfs("merge", "gradient.yml", "--into", "g")
-    assert re.search(r"^  expert +a: .*weight 0\.25 to 0\.75", mpfs("explain", "g").out, re.MULTILINE)
+    assert re.search(r"^  expert +a @ \w{12}: .*weight 0\.25 to 0\.75", mpfs("explain", "g").out, re.MULTILINE)
     mpfs("explain", "g", "--html", "g.html")
     assert "Layer by layer" in Path("g.html").read_text(encoding="utf-8")
+
+
+def test_plan_and_explain_say_the_same_of_models(mpfs: Command, workplace: Path) -> None:
+    planned = mpfs("plan", "recipe.yml", "--budget", "30%").out
+    plan = mpfs("plan", "recipe.yml", "--budget", "30%", "--json").json["plan"]
+    explained = mpfs("explain", plan).out
+    told = [re.findall(r"^  (expert|base) +(\S+ @ .*)$", text, re.MULTILINE) for text in (planned, explained)]
+    assert told[0] == told[1]
+    assert len(told[0]) == 3
+    for item in mpfs("explain", plan, "--json").json["experts"]:
+        assert f": {item['columns_read']} of {item['columns']} columns read" in planned
