@@ -12,9 +12,9 @@ from .refs import list_or_make
 
 def branch(
     ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="The new branch.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The new branch.")] = None,
     revision: Annotated[
-        str | None, typer.Argument(metavar="[COMMIT]", help="What it points at: a ref or commit.")
+        str | None, typer.Argument(metavar="COMMIT", help="What it points at: a ref or commit.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

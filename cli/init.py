@@ -15,7 +15,7 @@ from .sizes import format_size
 def init(
     ctx: typer.Context,
     path: Annotated[
-        Path | None, typer.Argument(metavar="[PATH]", help="The repository's directory; default: ./.mpfs.")
+        Path | None, typer.Argument(metavar="PATH", help="The repository's directory; default: ./.mpfs.")
     ] = None,
     block_size: Annotated[
         int,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def log(
     ctx: typer.Context,
     revision: Annotated[
-        str | None, typer.Argument(metavar="[REF]", help="Where to start; default: every branch and tag.")
+        str | None, typer.Argument(metavar="REF", help="Where to start; default: every branch and tag.")
     ] = None,
     graph: Annotated[
         bool,

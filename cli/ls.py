@@ -19,7 +19,7 @@ def ls(
     ctx: typer.Context,
     revision: Annotated[str, typer.Argument(metavar="REF", help="A branch, a tag or a commit.")],
     path: Annotated[
-        str, typer.Argument(metavar="[PATH]", help="Only files at or under this path; with --tensors: of these files.")
+        str, typer.Argument(metavar="PATH", help="Only files at or under this path; with --tensors: of these files.")
     ] = "",
     tensors: Annotated[
         bool, flag("--tensors", help="List tensors (dtype, shape, bytes, name) instead of files.")

@@ -6,6 +6,7 @@ import inspect
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Annotated, Any
 
@@ -39,17 +40,41 @@ from . import (
     verify,
 )
 from .failures import drop_stdout, report
-from .options import flag
+from .options import JsonOption, flag
 from .session import Session
 
 _EPILOG = "'mpfs VERB --help' explains a verb, with an example. docs/cli.md is the reference."
 
 
+_JSON = "as_json"
+_EVERYWHERE = frozenset({"repository", "quiet"})
+"""Options of the program that each verb takes, too."""
+
+
 class _Verb(TyperCommand):
-    """A verb; the type of --help is no news to anybody."""
+    """A verb. The options that stand before it may stand behind it as well; the type of --help is no news to anybody."""
 
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))
+
+    def get_params(self, ctx: Any) -> Any:
+        mine = super().get_params(ctx)
+        known = {item.name for item in mine}
+        everywhere = [item for item in ctx.find_root().command.params if item.name in _EVERYWHERE - known]
+        return [*mine[:-1], *everywhere, *mine[-1:]]
+
+    def invoke(self, ctx: Any) -> Any:
+        before = ctx.find_root().params
+        repository, quiet = ctx.params.pop("repository"), ctx.params.pop("quiet")
+        session = Session.of(ctx)
+        ctx.obj = replace(session, repository=repository or session.repository, quiet=quiet or session.quiet)
+        if before.get(_JSON):
+            if _JSON not in {item.name for item in self.params}:
+                from mpfs.errors import UsageError
+
+                raise UsageError(f"mpfs {self.name} prints no JSON: leave out --json")
+            ctx.params[_JSON] = True
+        return super().invoke(ctx)
 
 
 class _Verbs(TyperGroup):
@@ -132,6 +157,7 @@ def _global(
     quiet: Annotated[
         bool, flag("--quiet", "-q", help="No progress and no notes; where a commit is made, print its id only.")
     ] = False,
+    as_json: JsonOption = False,
     version: Annotated[bool, flag("--version", help="Print the version.")] = False,
 ) -> None:
     """Store, merge and compare model weights, with git's habits.

@@ -15,7 +15,7 @@ from .session import Session
 
 def reflog(
     ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="[REF]", help="One ref, present or past; default: all.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="REF", help="One ref, present or past; default: all.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List every move of a ref, oldest first.

@@ -14,7 +14,7 @@ from .sizes import format_size
 def stats(
     ctx: typer.Context,
     revision: Annotated[
-        str | None, typer.Argument(metavar="[REF]", help="One revision; default: everything that refs reach.")
+        str | None, typer.Argument(metavar="REF", help="One revision; default: everything that refs reach.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from cli_helpers import Command, model, write_model
+from mpfs_cli import main
 from safetensors.torch import load_file
 
 from mpfs import Repository
@@ -39,6 +42,40 @@ def test_quiet_prints_the_bare_id(mpfs: Command, workplace: Path) -> None:
         ["tag", "z", "a"],
     ):
         assert re.fullmatch(r"[0-9a-f]{64}\n", mpfs("-q", *arguments).out), arguments
+
+
+def test_options_of_the_program_stand_before_the_verb_or_behind_it(
+    mpfs: Command, workplace: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    mpfs("-q", "init", other, "--block-size", "4KiB")
+    names = [item["refs"] for item in mpfs("--json", "log").json]
+    assert mpfs("log", "--json").json == mpfs("--json", "log", "--json").json == mpfs("--json", "log").json
+    assert sorted(name for item in names for name in item) == ["a", "b", "base"]
+    assert mpfs("-r", other, "log", "--json").json == mpfs("log", "--json", "-r", other).json == []
+    # The one nearest to the verb's own options counts.
+    assert mpfs("-r", ".mpfs", "log", "--json", "--repository", other).json == []
+    plan = mpfs("plan", "recipe.yml", "-q").out
+    assert re.fullmatch(r"[0-9a-f]{64}\n", plan)
+    assert mpfs("-q", "plan", "--quiet", "recipe.yml").out == plan
+    # A value is not mistaken for an option.
+    commit = mpfs("merge", "recipe.yml", "--into", "m", "-m", "-q", "-q").out
+    assert mpfs("show", commit.strip(), "--json").json["message"] == "-q"
+
+
+def test_json_of_a_verb_that_prints_none(mpfs: Command, workplace: Path) -> None:
+    for arguments in (["--json", "cat", "base:config.json"], ["--json", "export", "base"]):
+        refused = mpfs(*arguments, code=2)
+        assert refused.json["error"]["kind"] == "usage"
+        assert "prints no JSON" in refused.json["error"]["message"]
+
+
+def test_every_verb_takes_the_options_of_the_program() -> None:
+    group: Any = typer.main.get_command(main.app)
+    context = group.context_class(group, info_name="mpfs")
+    for name, verb in group.commands.items():
+        options = {option for item in verb.get_params(verb.context_class(verb, parent=context)) for option in item.opts}
+        assert {"-r", "-q", "--help"} <= options, name
 
 
 def test_a_plan_is_run_by_file_by_id_and_by_its_beginning(mpfs: Command, workplace: Path) -> None:
