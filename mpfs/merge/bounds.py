@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from mpfs.errors import BudgetInfeasibleError, FidelityInfeasibleError
 from mpfs.merge.bounded import Limit, choose_bounded
+from mpfs.merge.differing import blocks_in
 from mpfs.merge.planner import BoolArray, Choice, Policy, choose, rank
 from mpfs.merge.recipe import Recipe
 from mpfs.merge.recipe.budget import BudgetRule
-from mpfs.merge.weighing import Weighed, blocks_in
+from mpfs.merge.weighing import Weighed
 from mpfs.objects import BlockId, Bound, Budget, ModelRef
 
 _ROUNDS = 8

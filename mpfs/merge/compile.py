@@ -13,14 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.errors import UsageError
-from mpfs.merge.bounds import Chosen, choose_all, choose_under, choose_within, distinct_bytes, limit_of
+from mpfs.merge.bounds import Chosen, choose_all, choose_under, choose_within, limit_of
+from mpfs.merge.differing import blocks_in
+from mpfs.merge.distinct import Distinct
 from mpfs.merge.inputs import Fit, TensorInputs, keeps_value
 from mpfs.merge.magnitudes import Histograms
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator
 from mpfs.merge.planner import Choice, Policy, predicted_fidelity
 from mpfs.merge.recipe import Recipe
-from mpfs.merge.weighing import Weigher, blocks_in
+from mpfs.merge.weighing import Weigher
 from mpfs.objects import BlockId, Bound, Budget, Cost, Cut, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.objects.plan import NO_DELTA
@@ -63,18 +65,19 @@ def compile_plan(
     """
     check_budget(budget)
     weigher = Weigher(reader, pairs)
-    weighed = {inputs.name: weigher.weigh(inputs, operator) for inputs in fitted.tensors if inputs.merged}
-    everything_read = choose_all(weighed)
-    full = distinct_bytes(weighed, everything_read)
+    weighed = {item.inputs.name: item for item in weigher.weigh(fitted.tensors, operator)}
+    distinct = Distinct(weighed)
+    full = distinct.nbytes()
     limit = limit_of(budget, full)
-    choices = everything_read
     bounds: tuple[Bound, ...] = ()
     if recipe.has_budgets:
         refs = [model.ref for model in models]
         choices, bounds = choose_under(weighed, recipe, refs, operator.name, budget, policy, seed)
     elif budget.kind == "fidelity" or (limit is not None and limit < full):
         choices = choose_within(weighed, operator.name, budget, limit, policy, seed)
-    planned = distinct_bytes(weighed, choices)
+    else:
+        choices = choose_all(weighed)
+    planned = distinct.nbytes({name: choice.read for name, choice in choices.items()})
     histograms = weigher.histograms
     plan = write_plan(
         recipe, models, fitted, operator, choices, full, planned, block_size, budget, policy, seed, histograms

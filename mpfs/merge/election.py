@@ -8,21 +8,24 @@ their sampling error is the same for all tensors and leaves ratios alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.merge.operators import Operator, Parameters
 from mpfs.merge.random import uniform_bits
+from mpfs.stats.segments import running_sum
 
 _SAMPLES = 2048
 _TERMS = 12
 """Uniform numbers that are added up to a nearly normal one of variance 1."""
 _CLOSEST = 0.999
 _NEAREST = 1e-6
+_CHUNK = 1 << 17
+"""Samples that are looked at together: they fit into the cache."""
 
 TRIMMED = frozenset({"ties", "breadcrumbs_ties"})
 """Methods that keep elements by their magnitude; the others that elect draw them."""
@@ -34,86 +37,173 @@ def elects(operator: Operator) -> bool:
 
 
 def elected_weights(
-    operator: Operator, parameters: Parameters, weights: Sequence[float], gram: NDArray[np.float64], normalize: bool
-) -> tuple[float, ...]:
+    operator: Operator,
+    parameters: Sequence[Parameters],
+    weights: NDArray[np.float64],
+    gram: NDArray[np.float64],
+    normalize: Sequence[bool],
+) -> NDArray[np.float64]:
     """Weights with which the sum of deltas changes as much as the method does.
 
     Args:
         operator: one that elects.
-        parameters: of one tensor.
-        weights: of its experts, with the method's factor.
-        gram: the products of the deltas over the tensor, shape (E, E).
-        normalize: whether what agrees is averaged.
+        parameters: of T tensors.
+        weights: of their experts, with the method's factor, shape (T, E).
+        gram: the products of the deltas over each tensor, shape (T, E, E).
+        normalize: for each tensor, whether what agrees is averaged.
 
     Returns:
-        A weight for each expert, with the sign of its own: for their sum the squared norm is that of the method's change
-        over the whole tensor, and each expert's is in proportion to what it has in that change.
+        Shape (T, E): a weight for each expert, with the sign of its own. For their sum the squared norm is that of the
+        method's change over the whole tensor, and each expert's is in proportion to what it has in that change. What comes
+        out for a tensor does not depend on the others.
     """
-    size = [sqrt(max(0.0, float(gram[i, i]))) for i in range(len(gram))]
-    live = [i for i, value in enumerate(size) if value > 0.0 and weights[i] != 0.0]
-    if not live:
-        return tuple(weights)
-    deltas = _correlated([[_cosine(gram, size, i, j) for j in live] for i in live])
-    terms = []
-    for place, i in enumerate(live):
-        kept = _sparse(operator, parameters.experts[i], parameters.shared, deltas[place], place)
-        terms.append(kept * (weights[i] * size[i]))
-    total = np.zeros(_SAMPLES)
-    for term in terms:
-        total += term
-    elected = np.where(total >= 0.0, 1.0, -1.0)
-    agreeing = [np.where(term * elected > 0.0, term, 0.0) for term in terms]
-    divisor = np.ones(_SAMPLES)
-    if normalize:
-        shares = np.zeros(_SAMPLES)
-        for i, term in zip(live, agreeing, strict=True):
-            shares += np.where(term != 0.0, weights[i], 0.0)
-        divisor = np.where(shares != 0.0, shares, 1.0)
-    change = np.zeros(_SAMPLES)
-    for term in agreeing:
-        change += term
-    change /= divisor
-    parts = [max(0.0, _sum(change * term / divisor) / _SAMPLES) for term in agreeing]
-    found = [0.0] * len(weights)
-    for i, part in zip(live, parts, strict=True):
-        found[i] = (1.0 if weights[i] > 0.0 else -1.0) * sqrt(part) / size[i]
-    wanted, linear = 0.0, 0.0
-    for part in parts:
-        wanted += part
-    for i in live:
-        for j in live:
-            linear += found[i] * found[j] * float(gram[i, j])
-    # Deltas that nearly cancel as a sum do not cancel where signs are elected.
-    factor = sqrt(wanted / linear) if linear > _NEAREST * wanted else 1.0
-    return tuple(value * factor for value in found)
+    size = np.sqrt(np.maximum(np.einsum("tii->ti", gram), 0.0))
+    live = (size > 0.0) & (weights != 0.0)
+    found = weights.copy()
+    alike: dict[tuple[bool, bytes], list[int]] = {}
+    for tensor, averaged in enumerate(normalize):
+        alike.setdefault((averaged, live[tensor].tobytes()), []).append(tensor)
+    for (averaged, _), tensors in alike.items():
+        experts = np.flatnonzero(live[tensors[0]])
+        if not len(experts):
+            continue
+        own = [[_Kept.of(operator, parameters[tensor], expert) for expert in experts.tolist()] for tensor in tensors]
+        rows = np.array(tensors)
+        cells = np.ix_(rows, experts)
+        products = gram[np.ix_(rows, experts, experts)]
+        found[rows] = 0.0
+        # Where deltas are not finite nothing can be told.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            found[cells] = _elected(own, weights[cells], size[cells], products, averaged)
+    return found
 
 
-def _sparse(
-    operator: Operator,
-    own: Mapping[str, float | int | bool],
-    shared: Mapping[str, float | int | bool],
-    values: NDArray[np.float64],
-    place: int,
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a method keeps of a delta's samples: of those that are left once the `largest` are gone, the largest `count`;
+    or, where elements are drawn, the share `density`. What is kept is multiplied by `factor`."""
+
+    trimmed: bool
+    count: int
+    largest: int
+    density: float
+    factor: float
+
+    @classmethod
+    def of(cls, operator: Operator, parameters: Parameters, expert: int) -> _Kept:
+        own = parameters.experts[expert]
+        density = min(1.0, max(0.0, float(own.get("density", 1.0))))
+        trimmed = operator.name in TRIMMED
+        largest = int(_SAMPLES * float(own.get("gamma", 0.0))) if trimmed and operator.name != "ties" else 0
+        rescale = not trimmed and density > 0.0 and bool(parameters.shared.get("rescale", True))
+        return cls(trimmed, int(_SAMPLES * density), largest, density, 1.0 / density if rescale else 1.0)
+
+
+def _elected(
+    kept: Sequence[Sequence[_Kept]],
+    weights: NDArray[np.float64],
+    size: NDArray[np.float64],
+    gram: NDArray[np.float64],
+    normalize: bool,
 ) -> NDArray[np.float64]:
-    """What trimming or dropping leaves of an expert's samples."""
-    density = min(1.0, max(0.0, float(own.get("density", 1.0))))
-    if operator.name in TRIMMED:
-        largest = int(_SAMPLES * float(own.get("gamma", 0.0))) if operator.name != "ties" else 0
-        count = int(_SAMPLES * density)
-        size = -np.abs(values)
-        kept = _among_least(size, largest + count) & ~_among_least(size, largest)
-        return np.where(kept, values, 0.0)
-    drawn = (uniform_bits(place, 0, _SAMPLES) >> np.uint64(11)).astype(np.float64) * 2.0**-53 < density
-    rescale = bool(shared.get("rescale", True)) and density > 0.0
-    return np.where(drawn, values / density if rescale else values, 0.0)
+    """The same for tensors of which all experts take part: (T, E)."""
+    count = weights.shape[1]
+    factor = _cholesky(_cosines(gram, size))
+    parts = np.zeros(weights.shape)
+    step = max(1, _CHUNK // (count * _SAMPLES))
+    room = np.empty((2, min(step, len(weights)), count, _SAMPLES))
+    for start in range(0, len(weights), step):
+        some = slice(start, start + step)
+        terms, other = room[:, : len(weights[some])]
+        _correlate(factor[some], terms, other)
+        np.multiply(terms, terms, out=other)
+        scale = weights[some] * size[some] / np.sqrt(_tree_sum(other) / _SAMPLES)
+        scale *= [[item.factor for item in row] for row in kept[some]]
+        _sparsify(terms, kept[some], other)
+        terms *= scale[:, :, None]
+        parts[some] = _parts(terms, other, weights[some], normalize)
+    found = np.where(weights > 0.0, 1.0, -1.0) * np.sqrt(parts) / size
+    wanted = running_sum(parts)
+    linear = running_sum((found[:, :, None] * found[:, None, :] * gram).reshape(len(gram), -1))
+    # Deltas that nearly cancel as a sum do not cancel where signs are elected.
+    far = linear > _NEAREST * wanted
+    result: NDArray[np.float64] = found * np.where(far, np.sqrt(wanted / np.where(far, linear, 1.0)), 1.0)[:, None]
+    return result
+
+
+def _parts(
+    terms: NDArray[np.float64], other: NDArray[np.float64], weights: NDArray[np.float64], normalize: bool
+) -> NDArray[np.float64]:
+    """What each expert has in the change, (T, E), of samples of weighted deltas, (T, E, samples), which are used up."""
+    sign = np.where(_added_up(terms) >= 0.0, 1.0, -1.0)
+    np.multiply(terms, sign[:, None], out=other)
+    agreeing = other > 0.0
+    terms *= agreeing
+    change = _added_up(terms)
+    if normalize:
+        np.multiply(agreeing, weights[:, :, None], out=other)
+        shares = _added_up(other)
+        divisor = np.where(shares != 0.0, shares, 1.0)
+        change /= divisor * divisor
+    terms *= change[:, None]
+    return np.maximum(_tree_sum(terms) / _SAMPLES, 0.0)
+
+
+def _added_up(terms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Over the experts, in order: (T, E, samples) to (T, samples)."""
+    total = terms[:, 0].copy()
+    for i in range(1, terms.shape[1]):
+        total += terms[:, i]
+    return total
+
+
+def _sparsify(values: NDArray[np.float64], kept: Sequence[Sequence[_Kept]], other: NDArray[np.float64]) -> None:
+    """Trim or drop, in place, of the experts' samples, (T, E, samples)."""
+    alike: dict[_Kept, list[tuple[int, int]]] = {}
+    for tensor, row in enumerate(kept):
+        for place, item in enumerate(row):
+            alike.setdefault(item, []).append((tensor, place))
+    if not all(item.trimmed for item in alike):
+        for item, cells in alike.items():
+            for tensor, place in cells:
+                values[tensor, place] *= _uniform(place) < item.density
+        return
+    np.abs(values, out=other)
+    np.negative(other, out=other)
+    for item, cells in alike.items():
+        tensors, places = np.transpose(cells)
+        everything = len(alike) == 1
+        least = other.reshape(-1, _SAMPLES) if everything else other[tensors, places]
+        stay = _among_least(least, item.largest + item.count)
+        if item.largest:
+            stay &= ~_among_least(least, item.largest)
+        if everything:
+            values *= stay.reshape(values.shape)
+        else:
+            values[tensors, places] *= stay
 
 
 def _among_least(values: NDArray[np.float64], count: int) -> NDArray[np.bool_]:
-    """Which of the samples are among so many least ones."""
+    """Which samples are among so many least ones of their row."""
     if not 0 < count < _SAMPLES:
-        return np.full(_SAMPLES, count > 0)
-    last = np.partition(values, count - 1)[count - 1]
-    return np.asarray(values <= last, bool)
+        return np.full(values.shape, count > 0)
+    last = np.partition(values, count - 1, axis=1)[:, count - 1]
+    return np.asarray(values <= last[:, None], bool)
+
+
+def _tree_sum(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Over the samples, (T, E, samples), by halves: in an order that no machine changes. The values are used up."""
+    width = _SAMPLES
+    while width > 1:
+        width //= 2
+        values[..., :width] += values[..., width : 2 * width]
+    return values[..., 0].copy()
+
+
+@lru_cache(maxsize=64)
+def _uniform(place: int) -> NDArray[np.float64]:
+    """Numbers between 0 and 1, shape (samples,), of another stream for each place."""
+    return (uniform_bits(place, 0, _SAMPLES) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @lru_cache(maxsize=64)
@@ -127,30 +217,30 @@ def _normal(place: int) -> NDArray[np.float64]:
     return total
 
 
-def _correlated(cosines: Sequence[Sequence[float]]) -> list[NDArray[np.float64]]:
-    """Normal numbers with these cosines, by Cholesky's factors of the matrix."""
-    count = len(cosines)
-    factor = [[0.0] * count for _ in range(count)]
-    for i in range(count):
+def _correlate(factor: NDArray[np.float64], values: NDArray[np.float64], other: NDArray[np.float64]) -> None:
+    """Fill in normal numbers, (T, E, samples), with the cosines of these factors, (T, E, E)."""
+    np.multiply(factor[:, :, 0, None], _normal(0), out=values)
+    for j in range(1, factor.shape[1]):
+        np.multiply(factor[:, j:, j, None], _normal(j), out=other[:, j:])
+        values[:, j:] += other[:, j:]
+
+
+def _cosines(gram: NDArray[np.float64], size: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(T, E, E)."""
+    found = (gram / (size[:, :, None] * size[:, None, :])).clip(-_CLOSEST, _CLOSEST)
+    places = np.arange(gram.shape[1])
+    found[:, places, places] = 1.0
+    result: NDArray[np.float64] = found
+    return result
+
+
+def _cholesky(cosines: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Cholesky's factors of the matrices, (T, E, E), kept away from being singular."""
+    factor = np.zeros(cosines.shape)
+    for i in range(cosines.shape[1]):
         for j in range(i + 1):
-            rest = cosines[i][j]
+            rest = cosines[:, i, j].copy()
             for k in range(j):
-                rest -= factor[i][k] * factor[j][k]
-            factor[i][j] = sqrt(max(rest, 1.0 - _CLOSEST)) if i == j else rest / factor[j][j]
-    found = []
-    for i in range(count):
-        values = np.zeros(_SAMPLES)
-        for j in range(i + 1):
-            values += factor[i][j] * _normal(j)
-        found.append(values / sqrt(_sum(values * values) / _SAMPLES))
-    return found
-
-
-def _cosine(gram: NDArray[np.float64], size: Sequence[float], i: int, j: int) -> float:
-    if i == j:
-        return 1.0
-    return min(_CLOSEST, max(-_CLOSEST, float(gram[i, j]) / (size[i] * size[j])))
-
-
-def _sum(values: NDArray[np.float64]) -> float:
-    return float(np.cumsum(values)[-1])
+                rest -= factor[:, i, k] * factor[:, j, k]
+            factor[:, i, j] = np.sqrt(np.maximum(rest, 1.0 - _CLOSEST)) if i == j else rest / factor[:, j, j]
+    return factor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -28,7 +29,7 @@ _QUANTISED = ("F8_", "F6_", "F4")
 """How the names of dtypes begin that hold quantised weights."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorInputs:
     """One output tensor and what goes into it.
 
@@ -48,12 +49,12 @@ class TensorInputs:
     merged: bool
     note: str | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def column_elements(self) -> int:
         """Elements of a column: the most that fit into one block of the narrowest dtype among inputs and output."""
         tensors = [item.tensor for _, item in self.experts] + ([self.base.tensor] if self.base else [])

@@ -33,7 +33,7 @@ def find_insight(store: Store, plan: Plan) -> Insight:
     models = [load_model(store, model.name, model.commit) for model in plan.models]
     fitted = fit(recipe, models, operator, "base")
     weigher = Weigher(store.blocks, PairTable(store.environment))
-    weighed = {inputs.name: weigher.weigh(inputs, operator) for inputs in fitted.tensors if inputs.merged}
+    weighed = {item.inputs.name: item for item in weigher.weigh(fitted.tensors, operator)}
     experts = [index for index in range(len(plan.models)) if index != plan.base]
     place = {model: number for number, model in enumerate(experts)}
     gram = np.zeros((len(experts), len(experts)))

@@ -12,15 +12,21 @@ must not depend on the machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpfs.stats.backend import kernels_available
+from mpfs.stats.native import Array, kernel
 from mpfs.stats.record import RECORD, SATURATED, SKETCH_WIDTH, Records, require_records, saturate
 
-_BATCH: Final = 512  # columns at a time: the products of one pair then fit into the cache
+_BATCH: Final = 128  # columns at a time: the products of an expert's delta with the others' then fit into the cache
+_WORTH_A_KERNEL: Final = 200_000_000
+"""Products of numbers, above which the kernel saves more than loading it takes."""
 
 
 def delta_gram(base: Records, experts: Records) -> NDArray[np.float64]:
@@ -43,14 +49,58 @@ def delta_gram(base: Records, experts: Records) -> NDArray[np.float64]:
     if base.shape != (columns,):
         raise ValueError(f"{columns} columns of experts do not fit {base.size} columns of the base")
     gram = np.empty((columns, count, count), dtype=np.float64)
-    for start in range(0, columns, _BATCH):
+    if columns * count * (count + 1) // 2 * SKETCH_WIDTH >= _WORTH_A_KERNEL and kernels_available():
+        _gram_by_kernel(base, experts, gram)
+    else:
+        _gram(base, experts, gram)
+    return gram
+
+
+def _gram(base: Records, experts: Records, gram: NDArray[np.float64]) -> None:
+    """What `delta_gram` gives, by numpy: this defines it."""
+    for start in range(0, len(base), _BATCH):
         batch = slice(start, start + _BATCH)
         origin = _sketches(base[batch])
-        deltas = [_sketches(experts[i, batch]) - origin for i in range(count)]
-        for i in range(count):
-            for j in range(i, count):
-                gram[batch, i, j] = gram[batch, j, i] = tree_sum(deltas[i] * deltas[j])
-    return gram
+        deltas = np.empty((len(experts), *origin.shape))
+        for i, records in enumerate(experts):
+            np.subtract(_sketches(records[batch]), origin, out=deltas[i])
+        for i in range(len(experts)):
+            terms = deltas[i] * deltas[i:]
+            gram[batch, i, i:] = gram[batch, i:, i] = tree_sum(terms.swapaxes(0, 1)).T
+
+
+def _gram_by_kernel(base: Records, experts: Records, gram: NDArray[np.float64]) -> None:
+    """The same by a kernel."""
+    # As f32, a record ends with its sketch.
+    width, first = RECORD.itemsize // 4, RECORD.itemsize // 4 - SKETCH_WIDTH
+    rows = [np.ascontiguousarray(item).view(np.float32).reshape(*item.shape, width) for item in (base, experts)]
+    _kernel()(*rows, first, np.empty((len(experts), SKETCH_WIDTH)), np.empty(SKETCH_WIDTH // 2), gram)
+
+
+@cache
+def _kernel() -> Callable[..., None]:
+    arguments = (Array("f32", 2, True), Array("f32", 3, True), "i64", Array("f64", 2), Array("f64"), Array("f64", 3))
+    return kernel("mpfs.stats.gram_kernels", "gram", arguments)
+
+
+def base_products(base: Records, experts: Records) -> NDArray[np.float64]:
+    """Estimated products of the experts' deltas with the base.
+
+    Args:
+        base: records of the base's blocks, shape (C,).
+        experts: records of the experts' blocks, shape (E, C).
+
+    Returns:
+        Shape (C, E): ⟨expert_i - base, base⟩ over each column.
+    """
+    found = np.empty(experts.shape[::-1])
+    for start in range(0, len(base), _BATCH):
+        batch = slice(start, start + _BATCH)
+        origin = _sketches(base[batch])
+        square = tree_sum(origin * origin)
+        for i, records in enumerate(experts):
+            found[batch, i] = tree_sum(_sketches(records[batch]) * origin) - square
+    return found
 
 
 def combine(records: Records) -> Records:

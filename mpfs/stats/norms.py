@@ -22,6 +22,8 @@ from mpfs.stats.record import SATURATED, Records
 
 _WORTH: Final = 1.05
 """Below this much information (1: that of the sketch of the delta alone) an estimate is left as it is."""
+_BATCH: Final = 1024
+"""Energies that are looked at together, since sketches take room."""
 _STEPS: Final = 4
 _FARTHEST: Final = 4.0
 """By how much an estimate may be moved; twice as far as the noise of a sketch ever goes."""
@@ -54,19 +56,19 @@ def with_norms(
     columns, index = np.nonzero(first > _WORTH)
     if not len(columns):
         return gram, information
-    origin = base["sketch"][columns].astype(np.float64).T
-    delta = experts["sketch"][index, columns].astype(np.float64).T - origin
-    estimated = energy[columns, index]
-    value, known = _likeliest(
-        estimated,
-        tree_sum(origin * origin),
-        tree_sum(origin * delta),
-        base["sum_squares"][columns],
-        experts["sum_squares"][index, columns],
-    )
     factor = np.ones(energy.shape)
-    factor[columns, index] = np.sqrt(value / estimated)
-    information[columns, index] = known
+    for start in range(0, len(columns), _BATCH):
+        c, i = columns[start : start + _BATCH], index[start : start + _BATCH]
+        origin = base["sketch"][c].astype(np.float64).T
+        delta = experts["sketch"][i, c].astype(np.float64).T - origin
+        value, information[c, i] = _likeliest(
+            energy[c, i],
+            tree_sum(origin * origin),
+            tree_sum(origin * delta),
+            base["sum_squares"][c],
+            experts["sum_squares"][i, c],
+        )
+        factor[c, i] = np.sqrt(value / energy[c, i])
     return gram * (factor[:, :, None] * factor[:, None, :]), information
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.stats.record import SKETCH_WIDTH
+from mpfs.stats.segments import Segments, running_sum
 
 _K: Final = float(SKETCH_WIDTH)
 _NOISE: Final = 0.00784309
@@ -37,83 +38,97 @@ def shrink_gram(
     elements: NDArray[np.int64],
     live: NDArray[np.bool_],
     information: NDArray[np.float64] | None = None,
+    tensors: Segments | None = None,
 ) -> NDArray[np.float64]:
     """Pull estimates towards their tensor's mean.
 
     Args:
-        gram: shape (C, E, E), what `delta_gram` gives for one tensor's columns.
+        gram: shape (C, E, E), what `delta_gram` gives for the columns of one tensor, or of several.
         elements: shape (C,), elements of each column, all at least 1.
         live: shape (C, E), where an expert has a delta; elsewhere the result is 0.
         information: shape (C, E), how much is known of each energy, as `with_norms` tells it; None: 1 everywhere.
+        tensors: which columns are whose; None: all are of one tensor.
 
     Returns:
-        Shape (C, E, E), symmetric. An expert's energies keep their sum, up to rounding.
+        Shape (C, E, E), symmetric. An expert's energies keep their sum over each tensor, up to rounding.
     """
-    count = gram.shape[1]
-    size = elements.astype(np.float64)
+    tensors = Segments([len(gram)]) if tensors is None else tensors
     energy = np.where(live, np.maximum(np.einsum("cii->ci", gram), 0.0), 0.0)
-    pulled = np.zeros_like(energy)
-    noise_of = np.full(energy.shape, _NOISE) if information is None else _NOISE / information
-    for i in range(count):
-        pulled[:, i] = _energies(energy[:, i], np.where(live[:, i], size, 0.0), noise_of[:, i])
-    result = np.zeros_like(gram)
-    for i in range(count):
-        result[:, i, i] = pulled[:, i]
-    # Cosines: row i has those with the experts after it.
+    size = np.where(live, elements[:, None].astype(np.float64), 0.0)
+    noise = np.full(energy.shape, _NOISE) if information is None else _NOISE / information
+    # Where numbers leave the range of float64, what comes of them is replaced.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        pulled = _energies(energy, size, noise, tensors)
+        return _products(gram, live, energy, pulled, tensors)
+
+
+def _products(
+    gram: NDArray[np.float64],
+    live: NDArray[np.bool_],
+    energy: NDArray[np.float64],
+    pulled: NDArray[np.float64],
+    tensors: Segments,
+) -> NDArray[np.float64]:
+    """The matrices whose diagonals are `pulled`; cosines are pulled by one factor for all pairs of a tensor's experts."""
+    count = gram.shape[1]
+    first, second = np.triu_indices(count, 1)
     roots = np.sqrt(energy)
-    rows: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
-    spread = noise = seen = 0.0
+    norm = roots[:, first] * roots[:, second]
+    both = norm > 0.0
+    product = np.where(both, gram[:, first, second], 0.0)
+    cosine = (product / np.where(both, norm, 1.0)).clip(-1.0, 1.0)
+    weight = tensors.sums(norm)
+    mean = (tensors.sums(product) / np.where(weight > 0.0, weight, 1.0)).clip(-1.0, 1.0)
+    number = tensors.sums(both.astype(np.float64))
+    counted = np.where(number > 1.0, number, 0.0)
+    middle = mean[tensors.of]
+    off = np.where(both, cosine - middle, 0.0)
+    scatter = tensors.sums(off * off) * counted / np.maximum(number - 1.0, 1.0)
+    chance = counted * (1.0 - mean * mean) ** 2
+    spread, noise, seen = np.zeros((3, len(tensors)))
+    start = 0
     for i in range(count - 1):
-        norm = roots[:, i, None] * roots[:, i + 1 :]
-        both = norm > 0.0
-        product = np.where(both, gram[:, i, i + 1 :], 0.0)
-        cosine = (product / np.where(both, norm, 1.0)).clip(-1.0, 1.0)
-        weight = _sums(norm)
-        mean = (_sums(product) / np.where(weight > 0.0, weight, 1.0)).clip(-1.0, 1.0)
-        number = np.count_nonzero(both, axis=0).astype(np.float64)
-        counted = np.where(number > 1.0, number, 0.0)
-        scatter = _sums(np.where(both, (cosine - mean) ** 2, 0.0))
-        spread += _sum(scatter * counted / np.maximum(number - 1.0, 1.0))
-        noise += _sum(counted * (1.0 - mean * mean) ** 2) / _K
-        seen += _sum(counted)
-        rows.append((mean, np.where(both, cosine, mean)))
-    keep = max(0.0, 1.0 - noise / spread) if seen and spread > 0.0 else 0.0
+        row = slice(start, start + count - 1 - i)
+        spread += running_sum(scatter[:, row])
+        noise += running_sum(chance[:, row]) / _K
+        seen += running_sum(counted[:, row])
+        start = row.stop
+    known = (seen > 0.0) & (spread > 0.0)
+    keep = np.where(known, np.maximum(1.0 - noise / np.where(known, spread, 1.0), 0.0), 0.0)
     norms = np.sqrt(pulled)
-    for i, (mean, cosine) in enumerate(rows):
-        value = (mean + keep * (cosine - mean)) * (norms[:, i, None] * norms[:, i + 1 :])
-        value = np.where(live[:, i, None] & live[:, i + 1 :], value, 0.0)
-        result[:, i, i + 1 :] = result[:, i + 1 :, i] = value
+    value = (middle + keep[tensors.of][:, None] * off) * (norms[:, first] * norms[:, second])
+    value = np.where(live[:, first] & live[:, second], value, 0.0)
+    result = np.zeros_like(gram)
+    result[:, first, second] = result[:, second, first] = value
+    diagonal = np.arange(count)
+    result[:, diagonal, diagonal] = pulled
     return result
 
 
 def _energies(
-    energy: NDArray[np.float64], size: NDArray[np.float64], noise: NDArray[np.float64]
+    energy: NDArray[np.float64], size: NDArray[np.float64], noise: NDArray[np.float64], tensors: Segments
 ) -> NDArray[np.float64]:
-    """One expert's energies; `size` is 0 where it has none, `noise` the variance of their logarithms' errors."""
+    """Energies, pulled; all (C, E). `size` is 0 where there is no delta, `noise` the variance of the logarithms' errors."""
     live = size > 0.0
-    number = float(np.count_nonzero(live))
-    total = _sum(energy)
-    if number < 2.0 or total <= 0.0:
-        return energy
-    mean = total / _sum(size)
-    power = np.where(live, energy / np.where(live, size, 1.0), 0.0)
+    total = tensors.sums(energy)
+    several = (tensors.sums(live.astype(np.float64)) >= 2.0) & (total > 0.0)
     # In units of the mean, so that roots are near 1.
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        relative = power / mean
+    mean = total / tensors.sums(size)
+    relative = np.where(live, energy / np.where(live, size, 1.0), 0.0) / mean[tensors.of]
     known = relative > 0.0
-    number = float(np.count_nonzero(known))
-    if number < 2.0 or not bool(np.isfinite(relative).all()):
-        return energy
+    number = tensors.sums(known.astype(np.float64))
+    several &= (number >= 2.0) & (tensors.sums(1.0 - np.isfinite(relative)) == 0.0)
     level = np.where(known, _logarithm(np.where(known, relative, 1.0)), 0.0)
-    centre = _sum(level) / number
-    free = number - 1.0
-    usual = _sum(np.where(known, noise, 0.0)) / number
-    scatter = _sum(np.where(known, (level - centre) ** 2, 0.0))
-    spread = max(0.0, (scatter + _USUAL_COLUMNS * (_USUAL + usual)) / (free + _USUAL_COLUMNS) - usual)
+    centre = tensors.sums(level) / number
+    off = np.where(known, level - centre[tensors.of], 0.0)
+    usual = tensors.sums(np.where(known, noise, 0.0)) / number
+    scatter = tensors.sums(off * off)
+    spread = (scatter + _USUAL_COLUMNS * (_USUAL + usual)) / (number - 1.0 + _USUAL_COLUMNS) - usual
+    spread = np.maximum(spread, 0.0)[tensors.of]
     keep = spread / (spread + noise)
-    pulled = np.where(known, _exponential(centre + keep * (level - centre)) * size, 0.0)
-    result: NDArray[np.float64] = pulled * (total / _sum(pulled))
-    return result
+    pulled = np.where(known, _exponential(centre[tensors.of] + keep * off) * size, 0.0)
+    pulled = pulled * (total / tensors.sums(pulled))[tensors.of]
+    return np.where(several[tensors.of], pulled, energy)
 
 
 _ROOTS: Final = 6
@@ -134,13 +149,3 @@ def _exponential(values: NDArray[np.float64]) -> NDArray[np.float64]:
     for _ in range(_ROOTS):
         values = values * values
     return values
-
-
-def _sum(values: NDArray[np.float64]) -> float:
-    """In index order, on every machine."""
-    return float(np.cumsum(values)[-1]) if len(values) else 0.0
-
-
-def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Over the first axis, likewise."""
-    return np.asarray(np.cumsum(values, axis=0)[-1]) if len(values) else np.zeros(values.shape[1:])

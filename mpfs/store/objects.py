@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Iterable
+from itertools import islice
+from typing import Final, Protocol, TypeVar
 
 from mpfs.errors import IntegrityError, NotFoundError
 from mpfs.objects import Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
@@ -19,6 +21,9 @@ class StoredObject(Protocol):
 
 
 _T = TypeVar("_T", Commit, Plan, Run, Snapshot, Tensor)
+
+_BATCH: Final = 1024
+"""Objects that are read in one transaction."""
 
 DATABASE_OF: dict[type, str] = {
     Tensor: "tensors",
@@ -50,15 +55,26 @@ class ObjectReader:
             NotFoundError: there is none.
             IntegrityError: its bytes are not what its id says.
         """
-        name = kind.__name__.lower()
-        data = None
-        if is_object_id(identity):
+        return self.get_many(kind, [identity])[identity]
+
+    def get_many(self, kind: type[_T], identities: Iterable[ObjectId]) -> dict[ObjectId, _T]:
+        """The objects of this kind with these ids, by id: much faster than one by one.
+
+        Raises:
+            As `get`.
+        """
+        keys = {identity: bytes.fromhex(identity) if is_object_id(identity) else b"" for identity in identities}
+        found: dict[ObjectId, _T] = {}
+        wanted = iter(keys.items())
+        while batch := list(islice(wanted, _BATCH)):
             with self._environment.read() as txn:
-                view = txn.get(DATABASE_OF[kind], bytes.fromhex(identity))
-                data = None if view is None else bytes(view)
-        if data is None:
-            raise NotFoundError(f"no {name} {identity}", id=identity)
-        return decode_object(kind, identity, data)
+                values = txn.get_many(DATABASE_OF[kind], [key for _, key in batch if key])
+            for identity, key in batch:
+                data = values.get(key)
+                if data is None:
+                    raise NotFoundError(f"no {kind.__name__.lower()} {identity}", id=identity)
+                found[identity] = decode_object(kind, identity, data)
+        return found
 
     def ids(self, kind: type, prefix: str = "") -> list[ObjectId]:
         """The ids of all objects of a kind that start with the hex digits `prefix`."""

@@ -9,8 +9,9 @@ is as good as none, and gc drops those whose tensors go.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -21,13 +22,15 @@ from mpfs.objects.dtypes import MERGEABLE
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.histogram import unpack_histogram
 from mpfs.store.locks import repository_lock
-from mpfs.store.seal import is_sealed, seal, unseal
+from mpfs.store.seal import SEAL_SIZE, is_sealed, seal, unseal
 
 if TYPE_CHECKING:
     from mpfs.store.store import Store
 
 Pair: TypeAlias = tuple[ObjectId, ObjectId]
 
+_BATCH: Final = 4096
+"""Records that are read in one transaction."""
 _ID_SIZE: Final = 32
 HISTOGRAM: Final = b"h"
 """What a histogram's key has after the ids; that of the distances has nothing."""
@@ -50,6 +53,20 @@ class PairTable:
     def get(self, a: ObjectId, b: ObjectId) -> bytes | None:
         """The squared distances of the blocks of two tensors, 8 bytes each; None if they are not known."""
         return self._payload(_key(a, b))
+
+    def get_many(self, pairs: Iterable[Pair]) -> dict[Pair, bytes]:
+        """The same for many pairs; those of which nothing is known are left out."""
+        keys = {pair: _key(*pair) for pair in pairs}
+        found: dict[Pair, bytes] = {}
+        wanted = iter(keys.items())
+        while batch := list(islice(wanted, _BATCH)):
+            with self._environment.read() as txn:
+                values = txn.get_many("pairs", [key for _, key in batch])
+            for pair, key in batch if values else ():
+                value = values.get(key)
+                if value is not None and is_sealed(key, value):
+                    found[pair] = value[:-SEAL_SIZE]
+        return found
 
     def has_histogram(self, a: ObjectId, b: ObjectId) -> bool:
         """Whether the magnitudes were counted, be it that the result was not worth keeping."""
@@ -147,5 +164,4 @@ def _tensor(txn: Transaction, name: ObjectId) -> Tensor | None:
 
 
 def _key(a: ObjectId, b: ObjectId) -> bytes:
-    first, second = sorted((a, b))
-    return bytes.fromhex(first + second)
+    return bytes.fromhex(a + b if a < b else b + a)

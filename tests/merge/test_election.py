@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,15 @@ def change(method: str, parameters: Parameters, values: NDArray[np.float64]) -> 
     return float((operator.apply(context, parameters, prepared, column) ** 2).sum())
 
 
+def elected(
+    method: str, parameters: Parameters, weights: Sequence[float], gram: NDArray[np.float64], normalize: bool
+) -> list[float]:
+    """Of a single tensor."""
+    found = elected_weights(get_operator(method), [parameters], np.array([weights]), gram[None], [normalize])
+    values: list[float] = found[0].tolist()
+    return values
+
+
 @pytest.mark.parametrize("cosine", [0.0, 0.5])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("method", ["ties", "dare_ties", "breadcrumbs_ties"])
@@ -48,7 +58,7 @@ def test_sizes_are_those_of_the_methods(method: str, normalize: bool, cosine: fl
     own: list[dict[str, Any]] = [{"weight": weight, "density": 0.5} for weight in WEIGHTS]
     parameters = Parameters({"normalize": normalize}, own)
     gram = values @ values.T
-    found = elected_weights(get_operator(method), parameters, WEIGHTS, gram, normalize)
+    found = elected(method, parameters, WEIGHTS, gram, normalize)
     assert [value < 0 for value in found] == [weight < 0 for weight in WEIGHTS]
     assert np.array(found) @ gram @ np.array(found) == pytest.approx(change(method, parameters, values), rel=0.1)
 
@@ -58,24 +68,44 @@ def test_a_single_expert_keeps_what_is_not_trimmed() -> None:
     gram = values @ values.T
     for normalize in (False, True):
         parameters = Parameters({"normalize": normalize}, [{"weight": 0.6, "density": 1.0}])
-        (found,) = elected_weights(get_operator("ties"), parameters, [0.6], gram, normalize)
+        (found,) = elected("ties", parameters, [0.6], gram, normalize)
         assert found == pytest.approx(1.0 if normalize else 0.6, rel=1e-9)
 
 
 def test_experts_without_a_delta_have_no_part() -> None:
     gram = np.diag([4.0, 0.0, 1.0])
     parameters = Parameters({}, [{"weight": 1.0, "density": 1.0}] * 3)
-    found = elected_weights(get_operator("ties"), parameters, [1.0, 1.0, 1.0], gram, True)
+    found = elected("ties", parameters, [1.0, 1.0, 1.0], gram, True)
     assert found[1] == 0.0
-    nothing = elected_weights(get_operator("ties"), parameters, [1.0, 1.0, 1.0], np.zeros((3, 3)), True)
-    assert nothing == (1.0, 1.0, 1.0)
+    nothing = elected("ties", parameters, [1.0, 1.0, 1.0], np.zeros((3, 3)), True)
+    assert nothing == [1.0, 1.0, 1.0]
 
 
 def test_opposite_deltas_stay_finite() -> None:
     gram = np.array([[1.0, -1.0], [-1.0, 1.0]])
     parameters = Parameters({}, [{"weight": 1.0, "density": 1.0}] * 2)
-    found = elected_weights(get_operator("dare_ties"), parameters, [1.0, 1.0], gram, False)
+    found = elected("dare_ties", parameters, [1.0, 1.0], gram, False)
     assert np.isfinite(found).all()
+
+
+def test_what_comes_out_for_a_tensor_does_not_depend_on_the_others() -> None:
+    rng = np.random.default_rng(5)
+    tensors, experts = 23, 4
+    made = rng.normal(size=(tensors, experts, 9)) * np.exp(rng.normal(size=(tensors, experts, 1)))
+    made[rng.random((tensors, experts)) < 0.2] = 0.0
+    gram = np.einsum("tik,tjk->tij", made, made)
+    weights = rng.choice([0.5, 1.0, -0.3, 0.0], size=(tensors, experts))
+    normalize = rng.random(tensors) < 0.5
+    for method in ("ties", "dare_ties", "breadcrumbs_ties"):
+        parameters = [
+            Parameters({"rescale": bool(rng.integers(2))}, [{"density": float(d), "gamma": 0.05} for d in densities])
+            for densities in rng.choice([0.0, 0.3, 0.5, 1.0], size=(tensors, experts))
+        ]
+        together = elected_weights(get_operator(method), parameters, weights, gram, normalize.tolist())
+        alone = [
+            elected(method, own, weights[i].tolist(), gram[i], bool(normalize[i])) for i, own in enumerate(parameters)
+        ]
+        np.testing.assert_array_equal(together, alone)
 
 
 def test_plans_foresee_tensors_that_few_experts_change(lab: Lab) -> None:

@@ -22,6 +22,7 @@ from mpfs.errors import MPFSError
 from mpfs.merge.planner import POLICIES
 from mpfs.objects import Budget
 from mpfs.repository import Repository
+from mpfs.stats.backend import kernels_available
 
 SHAPES = {f"layer.{i}.weight": (33 + 16 * i, 64) for i in range(3)} | {"norm": (80,), "scalar": ()}
 EXPERTS = ("e0", "e1", "e2")
@@ -139,3 +140,22 @@ def test_a_plan_does_not_depend_on_the_process(stores: tuple[Repository, Reposit
         done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.split() == here
     assert len(set(here)) == len(POLICIES)
+
+
+def test_a_plan_does_not_depend_on_what_is_weighed_together(
+    stores: tuple[Repository, Repository], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [recipe(method, 3, densities=[0.4, 0.7, 0.9]) for method in ("ties", "linear", "dare_ties", "slerp")]
+    asked[3]["models"] = asked[3]["models"][:1]
+    asked[3]["parameters"] = {"t": 0.3}
+
+    def identities() -> list[Any]:
+        return [planned(stores[0], one, budget, "energy", 0) for one in asked for budget in (BUDGET, Budget())]
+
+    together = identities()
+    assert len({item[0] for item in together}) == len(together)
+    monkeypatch.setattr("mpfs.merge.weighing._BATCH_BYTES", 1)
+    assert identities() == together
+    if kernels_available():
+        monkeypatch.setattr("mpfs.stats.estimate._WORTH_A_KERNEL", 0)
+        assert identities() == together

@@ -18,10 +18,11 @@ from mpfs.errors import UsageError
 from mpfs.merge.bounds import Chosen, Merged, choose_all, choose_within, distinct_bytes, limit_of
 from mpfs.merge.commit import Fitting
 from mpfs.merge.compile import check_budget, write_plan
+from mpfs.merge.differing import differing_blocks
 from mpfs.merge.inputs import TensorInputs
 from mpfs.merge.planner import Candidates, Policy, judge
 from mpfs.merge.recipe import Recipe
-from mpfs.merge.weighing import Weighed, Weigher, differing_blocks
+from mpfs.merge.weighing import Weighed, Weigher
 from mpfs.objects import BlockId, Budget, ObjectId, Plan
 
 
@@ -142,10 +143,9 @@ def _bare(item: Weighed) -> Weighed:
 
 
 def _weighed(part: Part, weigher: Weigher) -> Iterator[tuple[str, Weighed]]:
-    """The merged tensors of a merge, one at a time: all of them at once would take memory for each merge."""
-    for inputs in part.fitting.fit.tensors:
-        if inputs.merged:
-            yield _name(inputs), weigher.weigh(inputs, part.fitting.operator)
+    """The merged tensors of a merge, some at a time: all of them at once would take memory for each merge."""
+    for item in weigher.weigh(part.fitting.fit.tensors, part.fitting.operator):
+        yield _name(item.inputs), item
 
 
 def _name(inputs: TensorInputs) -> str:
