@@ -250,7 +250,7 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
             NoSpaceError: there is no room for the result; or the disk or the map got full. Nothing is published.
         """
         from mpfs.merge.commit import MergeOptions, check_foreign_plan, run_plan
-        from mpfs.merge.documents import branches_of, plan_document, read_documents
+        from mpfs.merge.documents import branches_of, committed_note, merge_documents, read_documents
 
         if device is not None:
             from mpfs.merge.device import check_device
@@ -260,14 +260,19 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
         if isinstance(recipe, Plan):
             check_foreign_plan(self._store, recipe)
             return run_plan(self._store, recipe, into, message=message, author=self._author, options=options)
-        notes: list[str] = []
         documents, folder = read_documents(recipe)
-        finder = self._finder(folder)
-        for branch, document in branches_of(documents, into, self._store):
-            plan = plan_document(document, finder, budget or Budget(), policy, seed, on_mismatch)
-            report = run_plan(self._store, plan, branch, message=message, author=self._author, options=options)
-            notes += [f"document {branch}: committed to the branch {branch} as {report.commit[:12]}"] * (branch != into)
-        return replace(report, notes=(*notes, *report.notes))
+        branches = branches_of(documents, into, self._store)
+        *before, report = merge_documents(
+            branches,
+            self._finder(folder),
+            budget or Budget(),
+            policy,
+            seed,
+            on_mismatch,
+            message=message,
+            options=options,
+        )
+        return replace(report, notes=(*map(committed_note, before), *report.notes))
 
     def analyze(
         self,

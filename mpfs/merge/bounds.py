@@ -67,26 +67,40 @@ def choose_under(
         BudgetInfeasibleError: a budget is less than what must be read.
         FidelityInfeasibleError: a fidelity cannot be reached within the budgets.
     """
-    rules = list(_rules(recipe, models, weighed))
     whole = _Rule(WHOLE, None, BudgetRule(None, budget), frozenset(weighed))
+    rules = [*_rules(recipe, models, weighed), whole]
+    full = _full(weighed, rules)
+    limits = [limit_of(rule.rule.budget, nbytes) for rule, nbytes in zip(rules, full, strict=True)]
+    choices = _Choosing(weighed, rules, limits, method, policy, seed).choose()
+    return choices, _bounds(weighed, rules[:-1], full[:-1], choices)
+
+
+def bounds_of(weighed: Merged, recipe: Recipe, models: Sequence[ModelRef], choices: Chosen) -> tuple[Bound, ...]:
+    """What a choice makes of the budgets in a recipe; see `choose_under`."""
+    rules = list(_rules(recipe, models, weighed))
+    return _bounds(weighed, rules, _full(weighed, rules), choices)
+
+
+def _full(weighed: Merged, rules: Sequence[_Rule]) -> list[int]:
+    """What a merge without budgets reads, under each rule."""
     everything = {name: np.asarray(item.candidates.cost > 0, bool) for name, item in weighed.items()}
-    full = [bytes_of(weighed, everything, rule.model, rule.names) for rule in [*rules, whole]]
-    limits = [limit_of(rule.rule.budget, nbytes) for rule, nbytes in zip([*rules, whole], full, strict=True)]
-    choices = _Choosing(weighed, [*rules, whole], limits, method, policy, seed).choose()
+    return [bytes_of(weighed, everything, rule.model, rule.names) for rule in rules]
+
+
+def _bounds(weighed: Merged, rules: Sequence[_Rule], full: Sequence[int], choices: Chosen) -> tuple[Bound, ...]:
     read = {name: choice.read for name, choice in choices.items()}
-    bounds = [
+    return tuple(
         Bound(
             rule.path,
             rule.model,
             rule.rule.filter,
             rule.rule.budget,
-            full[index],
-            limits[index],
+            nbytes,
+            limit_of(rule.rule.budget, nbytes),
             bytes_of(weighed, read, rule.model, rule.names),
         )
-        for index, rule in enumerate(rules)
-    ]
-    return choices, tuple(bounds)
+        for rule, nbytes in zip(rules, full, strict=True)
+    )
 
 
 def choose_all(weighed: Merged) -> Chosen:

@@ -1,4 +1,4 @@
-"""The documents of a recipe: reading them, planning each, and which branch each is merged to."""
+"""The documents of a recipe: reading them, planning and merging each, and which branch each is merged to."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from mpfs.errors import NotFoundError, RecipeError
 from mpfs.merge.align import Aligned, align
-from mpfs.merge.commit import load_model, make_plan
+from mpfs.merge.commit import MergeOptions, load_model, make_plan, run_plan
 from mpfs.merge.inputs import OnMismatch
 from mpfs.merge.models import Model
 from mpfs.merge.naming import ModelFinder
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, load_recipes, recipe_from_mapping
-from mpfs.objects import Budget, Commit, Plan
+from mpfs.merge.reports import MergeReport
+from mpfs.objects import Budget, Commit, Plan, object_id
 from mpfs.store import Store
 
 
@@ -84,6 +85,53 @@ def branches_of(documents: Sequence[Recipe], into: str, store: Store) -> list[tu
     if problems:
         raise RecipeError("; ".join(f"{item['path']}: {item['message']}" for item in problems), problems=problems)
     return found
+
+
+def merge_documents(
+    documents: Sequence[tuple[str, Recipe]],
+    finder: ModelFinder,
+    budget: Budget,
+    policy: Policy,
+    seed: int,
+    on_mismatch: OnMismatch,
+    *,
+    message: str | None,
+    options: MergeOptions,
+) -> tuple[MergeReport, ...]:
+    """Merge documents in order, each to its branch; see `Repository.merge`."""
+    reports = []
+    for branch, document in documents:
+        plan = plan_document(document, finder, budget, policy, seed, on_mismatch)
+        reports.append(run_plan(finder.store, plan, branch, message=message, author=finder.author, options=options))
+    return tuple(reports)
+
+
+def committed_note(report: MergeReport) -> str:
+    """What is told of a document that is not the last one."""
+    return f"document {report.ref}: committed to the branch {report.ref} as {report.commit[:12]}"
+
+
+def require_merged(
+    documents: Sequence[tuple[str, Recipe]],
+    finder: ModelFinder,
+    budget: Budget,
+    policy: Policy,
+    seed: int,
+    on_mismatch: OnMismatch,
+) -> None:
+    """Whether each document's branch holds what merging it would make.
+
+    Raises:
+        NotFoundError: it does not.
+    """
+    for branch, document in documents:
+        plan = plan_document(document, finder, budget, policy, seed, on_mismatch)
+        tip = finder.store.refs.branch_tip(branch)
+        if tip is None or finder.store.objects.get(Commit, tip).plan != object_id(plan.encode()):
+            raise NotFoundError(
+                f"document {branch} is not merged yet, and the last document cannot be planned without its result: "
+                "merge the documents first"
+            )
 
 
 def _is_free(name: str, store: Store) -> bool:

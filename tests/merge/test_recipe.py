@@ -14,7 +14,7 @@ from merge_cases import problems_of
 from mpfs.errors import NotFoundError, RecipeError
 from mpfs.merge.operators import operator_names
 from mpfs.merge.recipe import DTYPES, MAX_RECIPE_BYTES, Recipe, load_recipe, parse_recipe, recipe_from_mapping
-from mpfs.merge.recipe.documents import load_mapping
+from mpfs.merge.recipe.documents import load_mappings
 
 GOOD = """
 merge_method: ties
@@ -206,7 +206,7 @@ dtype: bfloat16
 def test_what_an_alias_stands_for_is_not_shared(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yml"
     file.write_text("a: &x {b: 1}\nc: *x\n", encoding="utf-8")
-    found = load_mapping(file)
+    (found,) = load_mappings(file)
     found["a"]["b"] = 2
     assert found == {"a": {"b": 2}, "c": {"b": 1}}
 

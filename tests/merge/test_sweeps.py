@@ -208,6 +208,111 @@ def test_budgets_of_variants(models: Lab) -> None:
     assert_as_alone(models, report)
 
 
+def _with_budgets() -> dict[str, Any]:
+    given = asked("task_arithmetic", budget=[{"filter": "layers", "value": "60%"}, {"value": "90%"}])
+    given["models"][0]["budget"] = "20%"
+    return given
+
+
+def test_own_budgets_hold_within_the_one_for_all(models: Lab) -> None:
+    values: dict[str, list[Any]] = {"models.e1.parameters.weight": [0.2, 0.9], "models.e2.budget": ["40%", 30000]}
+    report = sweep(models, _with_budgets(), values, budget=Budget("percent", 30), dry_run=True)
+    limit = int(report.expert_bytes.full * 0.3)
+    assert 0.8 * limit < report.expert_bytes.planned <= limit
+    assert sum({b: n for plan in plans(report) for b, n in _sizes(models, plan).items()}.values()) == (
+        report.expert_bytes.planned
+    )
+    for plan in plans(report):
+        assert [bound.path for bound in plan.bounds] == [
+            "budget[0]",
+            "budget[1]",
+            "models[0].budget",
+            "models[2].budget",
+        ]
+        for bound in plan.bounds:
+            assert bound.limit is not None
+            assert bound.planned <= bound.limit
+    assert_as_alone(models, sweep(models, _with_budgets(), values, budget=Budget("percent", 30)))
+
+
+def test_where_the_one_for_all_leaves_room_own_budgets_choose_alone(models: Lab) -> None:
+    values = {"models.e1.parameters.weight": [0.2, 0.9]}
+    report = sweep(models, _with_budgets(), values, budget=Budget("percent", 100), dry_run=True)
+    for plan, weight in zip(plans(report), (0.2, 0.9), strict=True):
+        given = _with_budgets()
+        given["models"][1]["parameters"]["weight"] = weight
+        alone = models.repository.plan(given).plan
+        assert [tensor.selections for tensor in plan.tensors] == [tensor.selections for tensor in alone.tensors]
+        assert plan.bounds == alone.bounds
+        assert plan.fidelity_predicted == alone.fidelity_predicted
+
+
+def test_a_variant_without_own_budgets_is_not_held_to_another_ones(models: Lab) -> None:
+    values = {"models.e0.budget": [None, "1%"]}
+    report = sweep(models, asked("task_arithmetic"), values, budget=HALF, dry_run=True)
+    free, bound = plans(report)
+    assert free.bounds == ()
+    assert bound.bounds[0].planned <= (bound.bounds[0].limit or 0) < bound.bounds[0].full
+    assert free.fidelity_predicted > bound.fidelity_predicted
+
+
+def test_a_fidelity_of_a_recipe_cannot_be_promised_under_one_budget(models: Lab) -> None:
+    given = asked("task_arithmetic")
+    given["models"][0]["budget"] = {"fidelity": 0.9}
+    with pytest.raises(UsageError, match=r"models\[0\]\.budget: a fidelity of 0\.9 cannot be promised"):
+        sweep(models, given, {"parameters.lambda": [0.5, 1.0]}, budget=HALF)
+    assert sweep(models, given, {"parameters.lambda": [0.5, 1.0]}, dry_run=True).failed == ()
+
+
+DOCUMENTS = """
+name: both
+merge_method: task_arithmetic
+base_model: base
+models:
+  - {model: e0, parameters: {weight: 0.5}}
+  - {model: e1, parameters: {weight: 0.5}}
+---
+merge_method: task_arithmetic
+base_model: base
+models:
+  - {model: both, parameters: {weight: 0.5}}
+  - {model: e2, parameters: {weight: 0.5}}
+"""
+
+
+def test_of_several_documents_the_last_is_swept(models: Lab, tmp_path: Path) -> None:
+    file = tmp_path / "two.yml"
+    file.write_text(DOCUMENTS)
+    values = {"parameters.lambda": [0.3, 0.9]}
+    with pytest.raises(NotFoundError, match="document both is not merged yet"):
+        sweep(models, file, values, dry_run=True)
+    report = sweep(models, file, values, budget=HALF)
+    (first, *_) = report.notes
+    assert first == f"document both: committed to the branch both as {models.repository.resolve('both')[:12]}"
+    for item, factor in zip(report.variants, (0.3, 0.9), strict=True):
+        file.write_text(f"{DOCUMENTS}parameters: {{lambda: {factor}}}")
+        alone = models.repository.merge(file, f"alone-{factor}", budget=HALF)
+        assert item.merge is not None
+        assert item.merge.snapshot == alone.snapshot
+    file.write_text(DOCUMENTS)
+    planned = sweep(models, file, {"#2.parameters.lambda": [0.3, 0.9]}, budget=HALF, dry_run=True)
+    assert [item.plan.identity for item in planned.variants] == [item.plan.identity for item in report.variants]
+    assert [item.ref for item in planned.variants] == [item.ref for item in report.variants]
+
+
+def test_mistakes_in_documents_are_told_before_any_is_merged(models: Lab, tmp_path: Path) -> None:
+    file = tmp_path / "two.yml"
+    file.write_text(DOCUMENTS)
+    before = models.repository.refs()
+    with pytest.raises(UsageError, match=r"#1\.models\.e0\.parameters\.weight: settings are of the last document"):
+        sweep(models, file, {"#1.models.e0.parameters.weight": [0.3, 0.9]})
+    found = problems_of(lambda: sweep(models, file, {"models.both.parameters.wieght": [0.3, 0.9]}))
+    assert found.keys() == {"#2.models[0].parameters.wieght"}
+    with pytest.raises(RecipeError, match="both is where the last document is merged to"):
+        sweep(models, file, {"models.both.model": ["both"]}, "{model}")
+    assert models.repository.refs() == before
+
+
 def test_a_fidelity_is_that_of_each(models: Lab) -> None:
     values = {"models.e0.parameters.weight": [0.1, 2.0]}
     report = sweep(models, asked("task_arithmetic"), values, budget=Budget("fidelity", 0.7), dry_run=True)
@@ -396,7 +501,7 @@ def test_a_recipe_from_a_file(models: Lab) -> None:
     report = sweep(models, path, {"parameters.density": [0.5, 0.25]})
     assert [item.title for item in report.variants] == ["density=0.5", "density=0.25"]
     path.write_text("merge_method: ties\n---\nmerge_method: ties\n")
-    with pytest.raises(RecipeError, match="2 documents"):
+    with pytest.raises(RecipeError, match=r"#1\.name: missing: all documents but the last one need a name"):
         sweep(models, path, {"parameters.density": [0.5]})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +68,24 @@ def parse_recipes(text: str, where: str = "recipe") -> tuple[Recipe, ...]:
     Raises:
         RecipeError: it has mistakes; `problems` lists all of them (in key paths `#2` is the second document).
     """
-    values = _mappings(text, where)
-    if len(values) == 1:
-        return (recipe_from_mapping(values[0], where),)
-    return _parse_all(values, where)
+    return recipes_from_mappings(_mappings(text, where), where)
 
 
-def load_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML file of one document as it is written, unchecked: something is still to be set in it.
+def load_mappings(path: Path) -> list[dict[str, Any]]:
+    """Read the documents of a YAML file as they are written, unchecked: something is still to be set in them.
 
     Raises:
         NotFoundError: there is no such file.
-        RecipeError: it is not YAML, no mapping, or several documents.
+        RecipeError: it is not YAML, or a document is no mapping.
     """
-    values = _mappings(_read(path), str(path))
-    if len(values) != 1:
-        raise RecipeError(f"{path}: it holds {len(values)} documents, and one is wanted here")
-    return values[0]
+    return _mappings(_read(path), str(path))
+
+
+def recipes_from_mappings(values: Sequence[Mapping[str, Any]], where: str = "recipe") -> tuple[Recipe, ...]:
+    """Check the documents of a file; see `parse_recipes`."""
+    if len(values) == 1:
+        return (recipe_from_mapping(values[0], where),)
+    return _parse_all(values, where)
 
 
 def parse_values(text: str) -> list[Any]:
@@ -119,7 +121,7 @@ def _mappings(text: str, where: str) -> list[dict[str, Any]]:
     return values
 
 
-def _parse_all(values: list[dict[str, Any]], where: str) -> tuple[Recipe, ...]:
+def _parse_all(values: Sequence[Mapping[str, Any]], where: str) -> tuple[Recipe, ...]:
     recipes: list[Recipe] = []
     problems: list[dict[str, str]] = []
     names: set[str] = set()

@@ -16,6 +16,7 @@ from mpfs.store import Store
 
 if TYPE_CHECKING:
     from mpfs.merge.naming import ModelFinder
+    from mpfs.merge.recipe import Recipe
     from mpfs.merge.sweep.report import SweepReport
 
 DEFAULT_LIMIT = 64
@@ -59,7 +60,8 @@ class Sweeps:
         that fails is in the report with its error, and the others are committed all the same.
 
         Args:
-            recipe: a YAML file of one document, or the same as a mapping.
+            recipe: a YAML file in mergekit's grammar, or a document as a mapping. Of several documents the last one is
+                swept; the others are merged once, each to its branch, as by `merge` with the same budget.
             settings: the values that keys of the recipe take, by key path: `{"parameters.density": [0.3, 0.5],
                 "models.*.parameters.weight": [0.5, 1.0]}`. A list is entered by index, by the name of a model (or filter), or
                 by `*`. `budget` (of `Budget`), `fidelity`, `policy` and `seed` may be set as well, for each variant.
@@ -67,7 +69,7 @@ class Sweeps:
             budget: what all variants together may read of the experts, each block counted once; None: everything. A
                 fidelity is what each of them is to come to.
             limit: the most variants.
-            dry_run: only plan. The plans are stored.
+            dry_run: only plan. The plans are stored. Documents before the last must have been merged.
             message: of each commit, after its settings; default: what was merged.
             policy, seed, on_mismatch, reuse, verify_fidelity, allow_nonfinite, check_space, memory, threads, device,
                 progress: as for `merge`.
@@ -79,7 +81,8 @@ class Sweeps:
             NoSpaceError: there is no room for the results; or the disk or the map got full: what was committed stays.
         """
         from mpfs.merge.commit import MergeOptions
-        from mpfs.merge.recipe.documents import load_mapping
+        from mpfs.merge.documents import branches_of, committed_note, merge_documents, require_merged
+        from mpfs.merge.recipe.documents import load_mappings
         from mpfs.merge.sweep.plans import SweepOptions, plan_sweep
         from mpfs.merge.sweep.run import report_plans, run_sweep
         from mpfs.merge.sweep.settings import Setting
@@ -89,18 +92,31 @@ class Sweeps:
 
             check_device(device)
         path = None if isinstance(recipe, Mapping) else Path(recipe)
-        mapping = recipe if isinstance(recipe, Mapping) else load_mapping(Path(recipe))
+        documents = [recipe] if isinstance(recipe, Mapping) else load_mappings(Path(recipe))
+        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite, check_space, device)
+        finder = self._finder(None if path is None else path.parent)
+        asked = budget or Budget()
+
+        def earlier(recipes: Sequence[Recipe], refs: Sequence[str]) -> list[str]:
+            for ref in refs:
+                before = branches_of(recipes, ref, self._store)[:-1]
+            if dry_run:
+                require_merged(before, finder, asked, policy, seed, on_mismatch)
+                return []
+            done = merge_documents(before, finder, asked, policy, seed, on_mismatch, message=message, options=options)
+            return [committed_note(report) for report in done]
+
         planned = plan_sweep(
-            mapping,
+            documents,
             [Setting(name, tuple(values)) for name, values in settings.items()],
             into,
-            self._finder(None if path is None else path.parent),
-            SweepOptions(budget or Budget(), policy, seed, on_mismatch, limit),
+            finder,
+            SweepOptions(asked, policy, seed, on_mismatch, limit),
+            earlier,
             where="recipe" if path is None else str(path),
         )
         if dry_run:
             for item in planned.variants:
                 self._store.put_plan(item.plan)
             return report_plans(planned, self._store)
-        options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite, check_space, device)
         return run_sweep(planned, self._store, message=message, author=self._author, options=options)

@@ -4,26 +4,42 @@ The merges are weighed as one. A block is worth what it keeps of each of them, a
 energy, so that no merge counts for more because its weights are large; the planner then chooses for the sum as it
 would for one merge. Where the merges agree on what matters (all weights in proportion) this is the choice that each
 would have made alone.
+
+A merge whose recipe has budgets of its own may read what it would read under those alone, and of that what the one budget
+chooses: so all of them hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.errors import UsageError
-from mpfs.merge.bounds import Chosen, Merged, choose_all, choose_within, distinct_bytes, limit_of
+from mpfs.merge.bounds import (
+    Chosen,
+    Merged,
+    bounds_of,
+    choose_all,
+    choose_under,
+    choose_within,
+    distinct_bytes,
+    limit_of,
+)
 from mpfs.merge.commit import Fitting
 from mpfs.merge.compile import check_budget, write_plan
 from mpfs.merge.differing import differing_blocks
 from mpfs.merge.inputs import TensorInputs
-from mpfs.merge.planner import Candidates, Policy, judge
+from mpfs.merge.planner import BoolArray, Candidates, Policy, judge
 from mpfs.merge.recipe import Recipe
 from mpfs.merge.weighing import Weighed, Weigher
 from mpfs.objects import BlockId, Budget, ObjectId, Plan
+
+Allowed: TypeAlias = Mapping[str, BoolArray]
+"""What a merge's own budgets let it read, by output tensor: (C, E)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +56,14 @@ class Part:
 class _Unit:
     """What the merges have in common at one output tensor: the base, the width of columns, and all of their experts.
 
-    `gram` (C, E, E) and `drift` are sums over the merges.
+    `gram` (C, E, E) and `drift` are sums over the merges; `allowed` (C, E) is what any of them may read.
     """
 
     first: Weighed
     places: dict[ObjectId, int] = field(default_factory=dict)
     experts: list[tuple[int, Weighed]] = field(default_factory=list)
     gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0, 0)))
+    allowed: BoolArray = field(default_factory=lambda: np.zeros((0, 0), bool))
     drift: float = 0.0
     whole: bool = False
 
@@ -60,6 +77,11 @@ class _Unit:
         cost = np.stack([item.candidates.cost[:, index] for index, item in self.experts], axis=1)
         candidates = Candidates(inputs.name, self.gram, cost, self.whole, self.drift)
         return Weighed(inputs, tuple(item.differing[index] for index, item in self.experts), candidates)
+
+    def narrowed(self, weighed: Weighed) -> Weighed:
+        """The same without what no merge may read: that costs nothing, as there is no choice about it."""
+        cost = np.where(self.allowed, weighed.candidates.cost, 0)
+        return replace(weighed, candidates=replace(weighed.candidates, cost=cost))
 
 
 def expert_bytes(parts: Sequence[Part]) -> int:
@@ -87,25 +109,48 @@ def plan_together(parts: Sequence[Part], weigher: Weigher, *, block_size: int, b
 
     Raises:
         BudgetInfeasibleError: together they must read more.
-        UsageError: a budget that cannot be meant.
+        UsageError: a budget that cannot be meant; or a recipe asks for a fidelity, which cannot be promised here.
     """
     check_budget(budget)
-    if any(part.recipe.has_budgets for part in parts):
-        raise UsageError(
-            "merges under one budget cannot have budgets of their own: leave out the recipe's key `budget`, or the budget"
-        )
-    units = _units(parts, weigher)
+    allowed = [_allowed(part, weigher) for part in parts]
+    units = _units(parts, allowed, weigher)
     joint: Merged = {name: unit.weighed() for name, unit in units.items()}
+    limit = limit_of(budget, distinct_bytes(joint, choose_all(joint)))
+    if any(mine is not None for mine in allowed):
+        joint = {name: unit.narrowed(joint[name]) for name, unit in units.items()}
     chosen = choose_all(joint)
-    full = distinct_bytes(joint, chosen)
-    limit = limit_of(budget, full)
-    if limit is not None and limit < full:
+    if limit is not None and limit < distinct_bytes(joint, chosen):
         methods = ", ".join(dict.fromkeys(part.recipe.method for part in parts))
         chosen = choose_within(joint, methods, budget, limit, parts[0].policy, parts[0].seed)
-    return [_plan(part, weigher, units, chosen, block_size, budget, limit) for part in parts]
+    return [
+        _plan(part, mine, weigher, units, chosen, block_size, budget, limit)
+        for part, mine in zip(parts, allowed, strict=True)
+    ]
 
 
-def _units(parts: Sequence[Part], weigher: Weigher) -> dict[str, _Unit]:
+def _allowed(part: Part, weigher: Weigher) -> Allowed | None:
+    """What a merge reads under its own budgets alone; None where it has none.
+
+    Raises:
+        BudgetInfeasibleError: it must read more.
+        UsageError: one of them is a fidelity.
+    """
+    if not part.recipe.has_budgets:
+        return None
+    weighed: Merged = {item.inputs.name: item for _, item in _weighed(part, weigher)}
+    refs = [model.ref for model in part.fitting.models]
+    method = part.fitting.operator.name
+    choices, bounds = choose_under(weighed, part.recipe, refs, method, Budget(), part.policy, part.seed)
+    asked = next((bound for bound in bounds if bound.budget.kind == "fidelity"), None)
+    if asked is not None:
+        raise UsageError(
+            f"{asked.path}: a fidelity of {asked.budget.value:g} cannot be promised under one budget for all, which may leave "
+            "less than it takes: give bytes or a share there, or leave out the budget for all"
+        )
+    return {name: choice.read for name, choice in choices.items()}
+
+
+def _units(parts: Sequence[Part], allowed: Sequence[Allowed | None], weigher: Weigher) -> dict[str, _Unit]:
     """What is read, by a name for each: the sum of what the merges weigh, each as a share of its own energy."""
     units: dict[str, _Unit] = {}
     for part in parts:
@@ -119,20 +164,24 @@ def _units(parts: Sequence[Part], weigher: Weigher) -> dict[str, _Unit]:
     for unit in units.values():
         columns, count = len(unit.first.candidates.cost), len(unit.places)
         unit.gram = np.zeros((columns, count, count))
-    for part in parts:
+        unit.allowed = np.zeros((columns, count), bool)
+    for part, mine in zip(parts, allowed, strict=True):
         energy = sum(
             max(0.0, float(np.cumsum(item.candidates.energy)[-1]) + item.candidates.drift)
             for _, item in _weighed(part, weigher)
             if len(item.candidates.cost)
         )
-        if energy <= 0.0:
-            continue
         for name, item in _weighed(part, weigher):
             unit = units[name]
             places = unit.places_of(item.inputs)
+            read = np.ones(item.candidates.cost.shape, bool) if mine is None else mine[item.inputs.name]
+            unit.allowed[:, places] |= read
+            if energy <= 0.0:
+                continue
             for i, first in enumerate(places):
                 for j, second in enumerate(places):
-                    unit.gram[:, first, second] += item.candidates.gram[:, i, j] / energy
+                    product = np.where(read[:, i] & read[:, j], item.candidates.gram[:, i, j], 0.0)
+                    unit.gram[:, first, second] += product / energy
             unit.drift += item.candidates.drift / energy
     return units
 
@@ -156,6 +205,7 @@ def _name(inputs: TensorInputs) -> str:
 
 def _plan(
     part: Part,
+    allowed: Allowed | None,
     weigher: Weigher,
     units: dict[str, _Unit],
     chosen: Chosen,
@@ -168,13 +218,14 @@ def _plan(
     reads = []
     for name, item in _weighed(part, weigher):
         weighed[item.inputs.name] = item
-        reads.append(chosen[name].read[:, units[name].places_of(item.inputs)])
+        read = chosen[name].read[:, units[name].places_of(item.inputs)]
+        reads.append(read if allowed is None else read & allowed[item.inputs.name])
     judged = judge([item.candidates for item in weighed.values()], reads)
     choices: Chosen = dict(zip(weighed, judged.tensors, strict=True))
     full = distinct_bytes(weighed, choose_all(weighed))
     # In percent of all merges it may be more than the same percentage of this one.
     own = budget if limit is None or limit_of(budget, full) == limit else Budget("bytes", float(limit))
-    return write_plan(
+    plan = write_plan(
         part.recipe,
         part.fitting.models,
         part.fitting.fit,
@@ -188,3 +239,7 @@ def _plan(
         part.seed,
         weigher.histograms,
     )
+    if allowed is None:
+        return plan
+    refs = [model.ref for model in part.fitting.models]
+    return replace(plan, bounds=bounds_of(weighed, part.recipe, refs, choices))

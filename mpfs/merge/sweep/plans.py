@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from mpfs.errors import MPFSError, RecipeError, UsageError
 from mpfs.merge.align import Aligned
@@ -14,7 +15,8 @@ from mpfs.merge.documents import find_models
 from mpfs.merge.inputs import OnMismatch
 from mpfs.merge.naming import ModelFinder
 from mpfs.merge.planner import Policy
-from mpfs.merge.recipe import Recipe, recipe_from_mapping
+from mpfs.merge.recipe import Recipe
+from mpfs.merge.recipe.documents import recipes_from_mappings
 from mpfs.merge.recipe.problems import Problem
 from mpfs.merge.sweep.joint import Part, expert_bytes, plan_together
 from mpfs.merge.sweep.names import branch_names, describe, short_keys
@@ -52,21 +54,30 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSweep:
-    """The variants in order, and the distinct expert bytes that they read together without a budget."""
+    """The variants in order, the distinct expert bytes that they read together without a budget, and what is to be told."""
 
     variants: tuple[Planned, ...]
     full: int
+    notes: tuple[str, ...] = ()
+
+
+Earlier: TypeAlias = Callable[[Sequence[Recipe], Sequence[str]], Sequence[str]]
+"""Sees to the results of all documents but the last one, given the documents and the branches of the variants; notes."""
 
 
 def plan_sweep(
-    recipe: Mapping[str, Any], settings: Sequence[Setting], into: str, finder: ModelFinder, options: SweepOptions,
-    where: str = "recipe",
+    documents: Sequence[Mapping[str, Any]], settings: Sequence[Setting], into: str, finder: ModelFinder,
+    options: SweepOptions, earlier: Earlier, where: str = "recipe",
 ) -> PlannedSweep:  # fmt: skip
-    """Plan every combination of settings; see `Repository.sweep`. `where` is what the recipe is called."""
+    """Plan every combination of settings of the last document; see `Repository.sweep`.
+
+    `earlier` is called once nothing is known to be wrong with any recipe. `where` is what the recipe is called.
+    """
+    settings = [_of_the_last(setting, len(documents)) for setting in settings]
     check_settings(settings, options.limit)
     if options.budget.kind != "none" and any(setting.path in ("budget", "fidelity") for setting in settings):
         raise UsageError("a budget or fidelity for all and one for each variant exclude each other: give it or set it")
-    variants, problems = make_variants(recipe, settings)
+    variants, problems = make_variants(documents[-1], settings)
     if problems:
         raise RecipeError(_lines(where, problems), problems=problems)
     short = short_keys([setting.path for setting in settings])
@@ -86,8 +97,10 @@ def plan_sweep(
             raise _together(failures, len(titles), where)
         return done
 
-    recipes = each(lambda index: recipe_from_mapping(variants[index].recipe, where))
+    checked = each(lambda index: recipes_from_mappings([*documents[:-1], variants[index].recipe], where))
+    recipes = [item[-1] for item in checked]
     tips = each(lambda index: finder.store.refs.branch_tip(refs[index]))
+    notes = earlier(checked[0], refs) if len(documents) > 1 else ()
     known: dict[bytes, Aligned] = {}
     models = each(lambda index: _find(recipes[index], finder, known))
 
@@ -102,7 +115,24 @@ def plan_sweep(
     ]
     plans = _plan(parts, variants, finder.store, options, each)
     made = map(Planned, variants, titles, refs, tips, plans)
-    return PlannedSweep(tuple(made), expert_bytes(parts))
+    return PlannedSweep(tuple(made), expert_bytes(parts), tuple(notes))
+
+
+def _of_the_last(setting: Setting, count: int) -> Setting:
+    """A setting, without the number of the last document before its path.
+
+    Raises:
+        UsageError: it is of another document.
+    """
+    match = re.match(r"#(\d+)\.", setting.path)
+    if match is None:
+        return setting
+    if int(match[1]) != count:
+        raise UsageError(
+            f"{setting.path}: settings are of the last document; the ones before it are merged once, for all variants: sweep "
+            "them by themselves, and name a result in place of the document"
+        )
+    return replace(setting, path=setting.path[match.end() :])
 
 
 def _find(recipe: Recipe, finder: ModelFinder, known: dict[bytes, Aligned]) -> Aligned:

@@ -46,7 +46,7 @@ def report_plans(sweep: PlannedSweep, store: Store) -> SweepReport:
         for item, blocks in zip(planned, each, strict=True)
     )
     apart = sum(sum(blocks.values()) for blocks in each)
-    return SweepReport(variants, SweepBytes(sweep.full, sum(union.values()), apart), _notes(planned))
+    return SweepReport(variants, SweepBytes(sweep.full, sum(union.values()), apart), (*sweep.notes, *_notes(planned)))
 
 
 class _Reads:
