@@ -8,7 +8,7 @@ from typing import Any
 
 from mpfs.errors import MPFSError
 from mpfs.merge.reports import MergeReport, PlanReport
-from mpfs.objects import Budget
+from mpfs.objects import Budget, Figures
 from mpfs.objects.encoding import Json
 
 
@@ -23,20 +23,6 @@ class SweepBytes:
     full: int
     planned: int
     apart: int
-
-
-@dataclass(frozen=True, slots=True)
-class SweepFigures:
-    """What running a sweep took. Bytes are of distinct blocks: what several variants read counts once; `seconds` is wall
-    time."""
-
-    expert_bytes_read: int = 0
-    base_bytes_read: int = 0
-    bytes_written: int = 0
-    blocks_kept: int = 0
-    blocks_computed: int = 0
-    blocks_reused: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +54,16 @@ class SweepVariant:
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """A sweep: its variants, what they read together, and what running them took (None: it was only planned)."""
+    """A sweep: its variants, what they read together, and what running them took (None: it was only planned).
+
+    `figures` are those of all variants together: of bytes those of distinct blocks, which what several of them read or
+    wrote counts for once; `seconds` is wall time.
+    """
 
     variants: tuple[SweepVariant, ...]
     expert_bytes: SweepBytes
     notes: tuple[str, ...]
-    figures: SweepFigures | None = None
+    figures: Figures | None = None
 
     @property
     def failed(self) -> tuple[SweepVariant, ...]:
@@ -88,16 +78,7 @@ class SweepReport:
             "expert_bytes_apart": self.expert_bytes.apart,
         }
         if self.figures is not None:
-            figures = self.figures
-            run |= {
-                "expert_bytes_read": figures.expert_bytes_read,
-                "base_bytes_read": figures.base_bytes_read,
-                "bytes_written": figures.bytes_written,
-                "blocks_kept": figures.blocks_kept,
-                "blocks_computed": figures.blocks_computed,
-                "blocks_reused": figures.blocks_reused,
-                "seconds": figures.seconds,
-            }
+            run |= self.figures.as_json()
         return {
             "variants": [item.as_json() for item in self.variants],
             "failed": len(self.failed),

@@ -16,10 +16,10 @@ from mpfs.merge.operators import get_operator
 from mpfs.merge.reports import PlanReport
 from mpfs.merge.room import require_room
 from mpfs.merge.sweep.plans import Planned, PlannedSweep
-from mpfs.merge.sweep.report import SweepBytes, SweepFigures, SweepReport, SweepVariant
+from mpfs.merge.sweep.report import SweepBytes, SweepReport, SweepVariant
 from mpfs.merge.sweep.shared import SharedObjects
 from mpfs.merge.sweep.together import Together, execute_together
-from mpfs.objects import BlockId, ObjectId, Plan, Selection, object_id
+from mpfs.objects import BlockId, Figures, ObjectId, Plan, Selection, object_id
 from mpfs.objects.encoding import encode
 from mpfs.store import Store
 
@@ -129,7 +129,7 @@ def run_sweep(
                 variants[index] = replace(variants[index], error=error)
             else:
                 variants[index] = replace(variants[index], merge=merge)
-        figures = _figures(together, writer.figures.bytes_written, clock.monotonic() - started)
+        figures = _figures(together, report.expert_bytes, writer.figures.bytes_written, clock.monotonic() - started)
     return replace(report, variants=tuple(variants), figures=figures)
 
 
@@ -147,16 +147,20 @@ def _shares(together: Together) -> list[float]:
     return [nbytes / total if total else 1 / len(moved) for nbytes in moved]
 
 
-def _figures(together: Together, written: int, seconds: float) -> SweepFigures:
+def _figures(together: Together, planned: SweepBytes, written: int, seconds: float) -> Figures:
     done = [item for item in together.outcomes if isinstance(item, Outcome)]
-    return SweepFigures(
+    return Figures(
+        expert_bytes_full=planned.full,
+        expert_bytes_planned=planned.planned,
         expert_bytes_read=together.expert_bytes_read,
         base_bytes_read=together.base_bytes_read,
         bytes_written=written,
         blocks_kept=sum(item.blocks_kept for item in done),
         blocks_computed=sum(item.blocks_computed for item in done),
         blocks_reused=sum(item.blocks_reused for item in done),
+        blocks_deduplicated=sum(item.written.deduplicated_blocks for item in done),
         seconds=seconds,
+        variants=len(together.outcomes),
     )
 
 
