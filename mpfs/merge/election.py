@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.merge.operators import Operator, Parameters
-from mpfs.merge.random import uniform_bits
+from mpfs.merge.random import uniform
 from mpfs.stats.segments import running_sum
 
 _SAMPLES = 2048
@@ -203,16 +203,14 @@ def _tree_sum(values: NDArray[np.float64]) -> NDArray[np.float64]:
 @lru_cache(maxsize=64)
 def _uniform(place: int) -> NDArray[np.float64]:
     """Numbers between 0 and 1, shape (samples,), of another stream for each place."""
-    return (uniform_bits(place, 0, _SAMPLES) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return uniform(place, 0, _SAMPLES)
 
 
 @lru_cache(maxsize=64)
 def _normal(place: int) -> NDArray[np.float64]:
     """Nearly normal numbers, shape (samples,), of another stream for each place."""
-    bits = uniform_bits(place + 1000, 0, _SAMPLES * _TERMS) >> np.uint64(11)
-    uniform = (bits.astype(np.float64) * 2.0**-53 - 0.5).reshape(_TERMS, _SAMPLES)
     total = np.zeros(_SAMPLES)
-    for row in uniform:
+    for row in (uniform(place + 1000, 0, _SAMPLES * _TERMS) - 0.5).reshape(_TERMS, _SAMPLES):
         total += row
     return total
 

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mpfs.merge.random import stream_key, uniform_bits
+from mpfs.merge.random import stream_key, uniform
 
 Policy: TypeAlias = Literal["energy", "layerwise", "uniform", "random"]
 POLICIES: tuple[Policy, ...] = ("energy", "layerwise", "uniform", "random")
@@ -220,7 +220,7 @@ def _chains(index: int, item: Candidates, policy: Policy, seed: int, width: int)
     drawn = np.zeros((columns, count))
     if policy == "random":
         key = stream_key(seed, item.name, "planner")
-        drawn = uniform_bits(key, 0, item.cost.size).astype(np.float64).reshape(columns, count)
+        drawn = uniform(key, 0, item.cost.size).reshape(columns, count)
     spread = _van_der_corput(columns)
     costly = item.cost > 0
     if item.whole_columns:

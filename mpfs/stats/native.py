@@ -3,8 +3,8 @@
 numba has a cache of its own, but to load from it a process imports numba and sets its compiler up, which takes longer
 than a small merge. Here a kernel is a function of numbers and arrays that returns nothing and allocates nothing; its
 code, as numba makes it, needs nothing of numba's to run. It is kept in `__pycache__` beside its source, under a name
-that changes with the source, the versions, the processor and its features. Where it cannot be kept, numba's cache is
-used, and where that cannot be either, the kernel is compiled by every process.
+that changes with the source (and that of what it imports of MPFS), the versions, the processor and its features. Where
+it cannot be kept, numba's cache is used, and where that cannot be either, the kernel is compiled by every process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -56,6 +57,7 @@ _TYPES: Final = {
 }
 """numba's names of the types."""
 
+_IMPORT: Final = re.compile(rb"(?m)^from (mpfs\.[\w.]+) import ")
 _SYMBOL: Final = "mpfs_kernel"
 _CHECK_BYTES: Final = 32
 
@@ -144,10 +146,24 @@ def _path(module: str, function: str, arguments: Sequence[Argument]) -> Path | N
             *(version("numba"), version("llvmlite"), llvm.get_process_triple(), llvm.get_host_cpu_name()),
             *(llvm.get_host_cpu_features().flatten(), function, repr(arguments)),
         )
-        digest = hashlib.sha256(source.read_bytes() + "\n".join(made_for).encode()).hexdigest()[:24]
+        digest = hashlib.sha256(_sources(module) + "\n".join(made_for).encode()).hexdigest()[:24]
         return (_directory or source.parent / "__pycache__") / f"{source.stem}.{function}.{digest}.o"
     except Exception:  # no source beside the module, an llvmlite of another make
         return None
+
+
+@cache
+def _sources(module: str) -> bytes:
+    """The source of a module and of what it imports of MPFS, once each."""
+    found: dict[str, bytes] = {}
+    coming = [module]
+    while coming:
+        name = coming.pop()
+        spec = None if name in found else find_spec(name)
+        if spec is not None and spec.origin is not None:
+            found[name] = Path(spec.origin).read_bytes()
+            coming += [match.decode() for match in _IMPORT.findall(found[name])]
+    return b"".join(found[name] for name in sorted(found))
 
 
 def _read(path: Path) -> bytes:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mpfs.merge.kernels import backend, compiled, dispatch
+from mpfs.merge import random
+from mpfs.merge.kernels import backend, compiled, dispatch, draws
 
 
 def python(program: str, *arguments: str, **environment: str) -> str:
@@ -55,6 +56,8 @@ def test_a_numba_that_cannot_compile_is_told_and_not_used(monkeypatch: pytest.Mo
 
 
 def test_constants_are_those_of_the_kernels() -> None:
+    assert backend._ROWS == compiled.ROWS
+    assert random.GROUP == draws.GROUP
     for name in ("TILE", "WHOLE", "LARGEST", "DRAWN", "BETWEEN"):
         assert getattr(backend, name) == getattr(compiled, name)
 
@@ -66,8 +69,8 @@ sys.path.insert(0, sys.argv[1])
 import pathlib, numpy as np, torch
 from mpfs.stats import native
 native.keep_in(pathlib.Path(sys.argv[2]))
-from mpfs.merge.kernels import compiled
-compiled._CONVERTS = False
+from mpfs.merge.kernels import formats
+formats._CONVERTS = False
 import kernel_cases as cases
 everything = np.arange(65536, dtype=np.uint16).view(np.int16)
 generator = np.random.default_rng(3)

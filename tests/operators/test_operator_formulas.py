@@ -12,6 +12,7 @@ import xxhash
 
 WEIGHTS = [0.3, 0.55, 1.1, -0.2, 0.17, 0.31, 0.9, 0.123]
 MASK64 = 2**64 - 1
+MASK32 = 2**32 - 1
 
 
 def trim(delta: torch.Tensor, density: float) -> torch.Tensor:
@@ -27,19 +28,23 @@ def trim(delta: torch.Tensor, density: float) -> torch.Tensor:
 
 @cache
 def draw(seed: int, expert: str, numel: int, density: float) -> torch.Tensor:
-    """SplitMix64 in plain integers."""
+    """The generator in plain integers."""
     encoded = seed.to_bytes(8, "little")
     for text in ("t", expert):
         encoded += len(text).to_bytes(8, "little") + text.encode()
     state = xxhash.xxh3_64_intdigest(encoded)
     result = []
-    for _ in range(numel):
-        state = (state + 0x9E3779B97F4A7C15) & MASK64
-        z = state
-        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK64
-        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & MASK64
-        z ^= z >> 31
-        result.append((z >> 11) / 2**53 < density)
+    for i in range(numel):
+        if i % 1024 == 0:
+            state = (state + 0x9E3779B97F4A7C15) & MASK64
+            z = state
+            z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK64
+            z = ((z ^ z >> 27) * 0x94D049BB133111EB) & MASK64
+            z ^= z >> 31
+        x = (z + i % 1024) & MASK32
+        x = ((x ^ x >> 16) * 0x7FEB352D) & MASK32
+        x = ((x ^ x >> 15 ^ z >> 32) * 0x846CA68B) & MASK32
+        result.append((x ^ x >> 16 ^ 2**31) / 2**32 < density)
     return torch.tensor(result)
 
 

@@ -87,3 +87,21 @@ def test_a_new_process_loads_it_without_numba(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(sum(EXPECTED)), "False"]
+
+
+def test_code_is_made_anew_when_a_module_that_the_kernels_import_changes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def path() -> Path | None:
+        return native._path("mpfs.merge.kernels.compiled", "linear", ARGUMENTS)
+
+    before = path()
+    assert before is not None
+    assert path() == before
+    read = Path.read_bytes
+    for name, changes in (("draws", True), ("formats", True), ("backend", False)):
+        native._sources.cache_clear()
+        monkeypatch.setattr(Path, "read_bytes", lambda self, name=name: read(self) + b"#" * (self.stem == name))
+        assert (path() != before) == changes
+    monkeypatch.undo()
+    native._sources.cache_clear()

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 
 from mpfs.merge.kernels import dispatch
 from mpfs.merge.kernels.columns import BIT_TYPES, Between, Bits, BitsColumn, Drawn, Largest, Rule
-from mpfs.merge.random import GAMMA
 
-_MASK = 2**64 - 1
-TILE, WHOLE, LARGEST, DRAWN, BETWEEN, _ROWS = 1024, 1, 2, 3, 4, 7
+TILE, WHOLE, LARGEST, DRAWN, BETWEEN, _ROWS = 256, 1, 2, 3, 4, 8
 """As `compiled` has them, which cannot be imported without numba."""
 _NO_LIMIT = 2**62
 
@@ -68,13 +66,16 @@ class Kernels:
                 first, second = rule.bottom[0], _place(rule.bottom[1], column)
                 third, fourth = rule.top[0], _place(rule.top[1], column)
             elif isinstance(rule, Drawn):
+                if rule.limit == 0:
+                    continue
                 kind = DRAWN
-                first, second = _state(rule.key, column.start), rule.limit
+                first, second = rule.key, rule.limit - 1
                 factors[i] = rule.factor
             kinds[i] = kind
             table[i] = (_address(expert), first, second, third, fourth)
         dispatch.load("task_vector", dtype)(
             out,
+            column.start,
             _address(base),
             table,
             kinds,
@@ -84,7 +85,7 @@ class Kernels:
             divide,
             divisor,
             scale,
-            np.empty((_ROWS + len(kept), TILE), np.float32),
+            np.empty((_ROWS + len(kept)) * TILE, np.float32),
         )
         return out
 
@@ -112,7 +113,7 @@ class Kernels:
         chosen = np.array(list(prefixes.values()), np.uint32)
         dispatch.load("histogram", dtype)(
             *(_LIKE[dtype], column.numel, _address(base), addresses, shift, bits, chosen, counts),
-            *(np.empty(TILE, np.uint32), np.zeros((2, counts.shape[1] + 1), np.uint32)),
+            *(np.empty(TILE, np.uint32), np.zeros(2 * (counts.shape[1] + 1), np.uint32)),
         )
         return counts
 
@@ -128,8 +129,7 @@ class Kernels:
         limit = _NO_LIMIT if wanted is None else wanted
         found = np.empty(2, np.int64)
         dispatch.load("find_equal", dtype)(
-            *(_LIKE[dtype], column.numel, _address(base), _address(theirs), pattern, limit),
-            *(np.empty(TILE, np.uint32), found),
+            *(_LIKE[dtype], column.numel, _address(base), _address(theirs), pattern, limit, found)
         )
         return int(found[0]), int(found[1])
 
@@ -150,9 +150,9 @@ class Kernels:
         if theirs is None:
             return
         base, theirs = _aligned(column.base), _aligned(theirs)
-        state = _state(key, column.start)
         dispatch.load("drawn_norms", dtype)(
-            _LIKE[dtype], column.numel, _address(base), _address(theirs), state, limit, *lanes
+            *(_LIKE[dtype], column.numel, column.start, _address(base), _address(theirs), key, limit - 1),
+            *(*lanes, np.empty(2 * TILE, np.float32)),
         )
 
     def blend(self, dtype: str, base: Bits, other: Bits, factors: Sequence[float], *, keep_equal: bool) -> Bits:
@@ -210,11 +210,6 @@ def _choose() -> Kernels | None:
 def _place(cutoff: int, column: BitsColumn) -> int:
     """How many of a column's elements are before an element of the tensor."""
     return min(max(cutoff - column.start, 0), column.numel)
-
-
-def _state(key: int, start: int) -> int:
-    """SplitMix64's state at an element of a stream."""
-    return (key + (start + 1) * GAMMA) & _MASK
 
 
 def _address(array: Bits) -> int:

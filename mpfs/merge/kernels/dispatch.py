@@ -8,13 +8,15 @@ from typing import Final
 from mpfs.merge.kernels.columns import BIT_TYPES
 from mpfs.stats.native import Argument, Array, kernel
 
-_MODULE: Final = "mpfs.merge.kernels.compiled"
+_MERGING: Final = "mpfs.merge.kernels.compiled"
+_PASSES: Final = "mpfs.merge.kernels.passes"
 _FORMATS: Final = {dtype: f"{bits.kind}{8 * bits.itemsize}" for dtype, bits in BIT_TYPES.items()}
 _FLOATS: Final = Array("f32")
 _LANES: Final = Array("f64")
 
 _ARGUMENTS: Final[dict[str, tuple[Argument, ...]]] = {
     "task_vector": (
+        "i64",
         "u64",
         Array("u64", 2),
         Array("i64"),
@@ -24,7 +26,7 @@ _ARGUMENTS: Final[dict[str, tuple[Argument, ...]]] = {
         "bool",
         "f32",
         "f32",
-        Array("f32", 2),
+        _FLOATS,
     ),
     "linear": (Array("u64"), _FLOATS, "f32", _FLOATS),
     "histogram": (
@@ -36,10 +38,10 @@ _ARGUMENTS: Final[dict[str, tuple[Argument, ...]]] = {
         Array("u32"),
         Array("i64", 2),
         Array("u32"),
-        Array("u32", 2),
+        Array("u32"),
     ),
-    "find_equal": ("i64", "u64", "u64", "u32", "i64", Array("u32"), Array("i64")),
-    "drawn_norms": ("i64", "u64", "u64", "u64", "u64", _LANES, _LANES),
+    "find_equal": ("i64", "u64", "u64", "u32", "i64", Array("i64")),
+    "drawn_norms": ("i64", "i64", "u64", "u64", "u64", "u32", _LANES, _LANES, _FLOATS),
     "blend": ("u64", "u64", _FLOATS, "bool"),
     "products": ("i64", "u64", "u64", Array("f64", 2)),
 }
@@ -54,5 +56,6 @@ def load(name: str, dtype: str) -> Callable[..., None]:
     """The kernel of this name for a stored dtype."""
     found = LOADED.get((name, dtype))
     if found is None:
-        found = LOADED[name, dtype] = kernel(_MODULE, name, (Array(_FORMATS[dtype]), *_ARGUMENTS[name]))
+        module = _MERGING if name in ("task_vector", "linear", "blend") else _PASSES
+        found = LOADED[name, dtype] = kernel(module, name, (Array(_FORMATS[dtype]), *_ARGUMENTS[name]))
     return found

@@ -19,7 +19,7 @@ from mpfs.merge.operators.rows import part, shape_of, whole_rows, without_gaps
 from mpfs.merge.operators.scalars import norm_ratio
 from mpfs.merge.operators.task_vector import TaskVectorOperator
 from mpfs.merge.operators.values import value_of
-from mpfs.merge.random import stream_key, uniform_bits
+from mpfs.merge.random import stream_key, uniform
 
 Mask = NDArray[np.bool_]
 
@@ -65,8 +65,8 @@ class DellaLinear(TaskVectorOperator):
 
     Within a row (a run along the last axis; a vector is one row) the smallest magnitude is kept with the chance
     `density` - `epsilon`, the largest with `density` + `epsilon`, those between by rank. Both must lie strictly between
-    0 and 1. An element is kept iff the 53 leading bits of its random number (`mpfs.merge.random`, keyed by seed, tensor
-    and expert) lie below its chance · 2^53. `rescale`, and densities of 1 or more and 0 or less, are as in DARE.
+    0 and 1. An element is kept iff its random number (`mpfs.merge.random`, keyed by seed, tensor and expert) lies
+    below its chance. `rescale`, and densities of 1 or more and 0 or less, are as in DARE.
 
     mergekit draws from torch's generator, and ranks in the tensor's dtype, in which bfloat16 tells no ranks above 256
     apart: MPFS gives the distribution that the paper means.
@@ -79,6 +79,7 @@ class DellaLinear(TaskVectorOperator):
     """
 
     name: ClassVar[str] = "della_linear"
+    version: ClassVar[int] = 2
     draws: ClassVar[bool] = True
     by_rows: ClassVar[bool] = True
     parameters: ClassVar[tuple[Parameter, ...]] = _parameters(normalize=False)
@@ -184,8 +185,7 @@ class DellaLinear(TaskVectorOperator):
         density, epsilon = self._chances(parameters)[expert]
         chances = keep_chances(patterns(delta).cpu().numpy().reshape(-1, width), density, epsilon).reshape(-1)
         key = stream_key(context.seed, context.name, context.expert_keys[expert])
-        drawn = (uniform_bits(key, start, delta.numel()) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        mask: Mask = drawn < chances
+        mask: Mask = uniform(key, start, delta.numel()) < chances
         return mask
 
     def _column_mask(

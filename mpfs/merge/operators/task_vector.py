@@ -351,10 +351,10 @@ def _threshold(prepared: Prepared, expert: int) -> Threshold:
 class DareLinear(KernelTaskVector):
     """Drop elements of each delta at random, scale up what is left, and add the weighted sum.
 
-    Element i of an expert's delta is kept iff the 53 leading bits of its random number (`mpfs.merge.random`, keyed by
-    seed, tensor and expert) lie below density · 2^53. With `rescale` what is kept is scaled so that its L1 norm over
-    the tensor is that of the whole delta (over what is read, under a budget), unless either is below 1e-7: this is
-    mergekit's rule, not the paper's 1/density. A density of 1 or more changes nothing, one of 0 or less drops all.
+    Element i of an expert's delta is kept iff its random number (`mpfs.merge.random`, keyed by seed, tensor and expert)
+    lies below the density. With `rescale` what is kept is scaled so that its L1 norm over the tensor is that of the
+    whole delta (over what is read, under a budget), unless either is below 1e-7: this is mergekit's rule, not the
+    paper's 1/density. A density of 1 or more changes nothing, one of 0 or less drops all.
 
     `prepare` gives `factor`, the scale of each expert. The norms are summed in float64 (`LaneSum`: columns must start
     at multiples of 64 elements), then rounded to the work dtype, and so is their quotient; the work dtype is bfloat16
@@ -364,6 +364,7 @@ class DareLinear(KernelTaskVector):
     """
 
     name: ClassVar[str] = "dare_linear"
+    version: ClassVar[int] = 2
     draws: ClassVar[bool] = True
     parameters: ClassVar[tuple[Parameter, ...]] = (
         _WEIGHT,
