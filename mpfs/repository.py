@@ -21,6 +21,7 @@ from mpfs.history import Diff, LogEntry, ancestry, diff_snapshots, entry, resolv
 from mpfs.history.storage import StorageReport, measure_storage
 from mpfs.ingest.facade import Imports
 from mpfs.merge.facade import Explains
+from mpfs.merge.options import DEFAULT_MEMORY, MergeOptions
 from mpfs.merge.reports import MergeReport, PlanReport
 from mpfs.merge.sweep.facade import Sweeps
 from mpfs.objects import Budget, Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
@@ -55,9 +56,6 @@ MismatchPolicy: TypeAlias = Literal["error", "crop", "base"]
 
 REPOSITORY_NAME = ".mpfs"
 """What a repository's directory is called by default."""
-
-_DEFAULT_MEMORY = 1 << 30
-"""Bound of a merge's anonymous memory, in bytes."""
 
 
 class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Repository"]):
@@ -218,7 +216,7 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
         verify_fidelity: bool = False,
         allow_nonfinite: bool = False,
         check_space: bool = True,
-        memory: int = _DEFAULT_MEMORY,
+        memory: int = DEFAULT_MEMORY,
         threads: int | None = None,
         device: str | None = None,
         message: str | None = None,
@@ -249,7 +247,7 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
             IntegrityError: an input block is damaged.
             NoSpaceError: there is no room for the result; or the disk or the map got full. Nothing is published.
         """
-        from mpfs.merge.commit import MergeOptions, check_foreign_plan, run_plan
+        from mpfs.merge.commit import check_foreign_plan, run_plan
         from mpfs.merge.documents import branches_of, committed_note, merge_documents, read_documents
 
         if device is not None:

@@ -20,6 +20,7 @@ from mpfs.merge.finite import check_finite
 from mpfs.merge.inputs import Fit, OnMismatch, fit
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator, get_operator
+from mpfs.merge.options import MergeOptions
 from mpfs.merge.output import assemble
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, recipe_from_mapping
@@ -39,25 +40,10 @@ from mpfs.objects import (
     Tensor,
     object_id,
 )
-from mpfs.objects.progress import Progress
 from mpfs.store import RefMove, Store, WriteFigures, Writer
 from mpfs.store.pairs import PairTable, put_pairs
 
 _LARGEST_CONFIG = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class MergeOptions:
-    """How a plan is run; see `Repository.merge`. `memory` in bytes."""
-
-    reuse: bool
-    verify_fidelity: bool
-    memory: int
-    threads: int | None
-    progress: Progress | None
-    allow_nonfinite: bool = False
-    check_space: bool = True
-    device: str | None = None
 
 
 def load_model(store: Store, name: str, commit: ObjectId, config_path: str = "config.json") -> Model:
@@ -164,16 +150,7 @@ def run_plan(
     with store.writer() as writer:
         if options.check_space:
             require_room(store, writer, [plan], reuse=options.reuse)
-        outcome = execute(
-            plan,
-            store,
-            writer,
-            reuse=options.reuse,
-            threads=options.threads,
-            memory=options.memory,
-            device=options.device,
-            progress=options.progress,
-        )
+        outcome = execute(plan, store, writer, options)
         return publish_outcome(
             store,
             writer,

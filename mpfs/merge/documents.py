@@ -9,10 +9,11 @@ from typing import Any
 
 from mpfs.errors import NotFoundError, RecipeError
 from mpfs.merge.align import Aligned, align
-from mpfs.merge.commit import MergeOptions, load_model, make_plan, run_plan
+from mpfs.merge.commit import load_model, make_plan, run_plan
 from mpfs.merge.inputs import OnMismatch
 from mpfs.merge.models import Model
 from mpfs.merge.naming import ModelFinder
+from mpfs.merge.options import MergeOptions
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, load_recipes, recipe_from_mapping
 from mpfs.merge.reports import MergeReport

@@ -9,7 +9,6 @@ Columns are merged by kernels, as they lie in the store's map, or by torch where
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from mpfs.merge.magnitudes import Counted, Histograms
 from mpfs.merge.numeric import to_bytes
 from mpfs.merge.operators import Column, LeftOut, Operator, Parameters, Prepared, TensorContext, get_operator
 from mpfs.merge.operators.base import FastPath, Histogram
+from mpfs.merge.options import MergeOptions
 from mpfs.merge.threads import OneThreadEach
 from mpfs.objects import BlockId, Plan, PlanTensor, Tensor
 from mpfs.objects.dtypes import itemsize
@@ -38,7 +38,6 @@ from mpfs.stats.stored import column_records
 from mpfs.store import BlockReader, ObjectReader, StagedBlock, Store, WriteFigures, Writer, reuse_key
 from mpfs.store.pairs import Pair, PairRecord, PairTable
 
-DEFAULT_MEMORY = 1 << 30
 FIXED_MEMORY = 512 << 20
 """Of the memory bound, what the interpreter, torch and the writer's batches take."""
 
@@ -106,38 +105,22 @@ class _InFlight:
     result: Future[Result]
 
 
-def execute(
-    plan: Plan,
-    store: Store,
-    writer: Writer,
-    *,
-    reuse: bool = True,
-    threads: int | None = None,
-    memory: int = DEFAULT_MEMORY,
-    fast: bool = True,
-    device: str | None = None,
-    progress: Progress | None = None,
-) -> Outcome:
+def execute(plan: Plan, store: Store, writer: Writer, options: MergeOptions) -> Outcome:
     """Run a plan.
 
     Args:
         plan: what to do.
         store: where the inputs are.
         writer: takes the output's blocks, and remembers results for reuse.
-        reuse: look results up before computing them.
-        threads: worker threads; default: the number of CPUs.
-        memory: bound of anonymous memory, in bytes; fewer columns are in flight if it is small.
-        fast: use the kernels, if there are any.
-        device: let torch compute, and do it there (see `check_device`); default: the kernels, or torch on the CPU.
-        progress: told the bytes of output done, of all.
+        options: how.
 
     Raises:
         IntegrityError: an input block is missing or damaged.
         NotFoundError: an input of the plan is not in this repository.
     """
-    run = Execution(plan, store, writer, reuse, threads or os.cpu_count() or 1, memory, fast, device=device)
+    run = Execution(plan, store, writer, options)
     try:
-        return run.run(progress)
+        return run.run(options.progress)
     finally:
         run.torch.restore()
 
@@ -150,12 +133,8 @@ class Execution:
         plan: Plan,
         store: Store,
         writer: Writer,
-        reuse: bool,
-        threads: int,
-        memory: int,
-        fast: bool,
+        options: MergeOptions,
         objects: ObjectReader | None = None,
-        device: str | None = None,
     ) -> None:
         self.plan = plan
         self.store = store
@@ -166,11 +145,11 @@ class Execution:
         for tensor in plan.tensors:
             allowed |= planned_blocks(tensor, self.inputs[tensor.name])
         self.ledger = ReadLedger(allowed)
-        self.reuse = reuse
-        self.threads = threads
-        self.memory = memory
-        self.fast = fast and device is None
-        self.device = device or "cpu"
+        self.reuse = options.reuse
+        self.threads = options.workers
+        self.memory = options.memory
+        self.fast = options.device is None
+        self.device = options.device or "cpu"
         self.stopping = threading.Event()
         self.operator = get_operator(plan.method)
         table = PairTable(store.environment)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from mpfs.merge.compile import column_blocks
 from mpfs.merge.engine import Execution, Job
 from mpfs.merge.operators import Prepared
+from mpfs.merge.options import MergeOptions
 from mpfs.merge.reports import Outlook
 from mpfs.objects import BlockId, Plan, PlanTensor
 from mpfs.objects.dtypes import itemsize
@@ -36,7 +37,8 @@ class Known(Execution):
     """An execution that looks results up, and computes none."""
 
     def __init__(self, plan: Plan, store: Store, writer: Writer, reuse: bool) -> None:
-        super().__init__(plan, store, writer, reuse, 1, 0, False)
+        super().__init__(plan, store, writer, MergeOptions(reuse=reuse, memory=0, threads=1))
+        self.fast = False
         self._expert: dict[BlockId, int] = {}
         self._base: dict[BlockId, int] = {}
         self._written = self._on_disk = self._reused = self._computed = 0

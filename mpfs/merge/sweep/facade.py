@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mpfs.merge.options import DEFAULT_MEMORY, MergeOptions
 from mpfs.objects import Budget
 from mpfs.objects.progress import Progress
 from mpfs.store import Store
@@ -48,7 +49,7 @@ class Sweeps:
         verify_fidelity: bool = False,
         allow_nonfinite: bool = False,
         check_space: bool = True,
-        memory: int = 1 << 30,
+        memory: int = DEFAULT_MEMORY,
         threads: int | None = None,
         device: str | None = None,
         message: str | None = None,
@@ -80,7 +81,6 @@ class Sweeps:
                 be merged; all that is known before work starts is told together, and nothing is done.
             NoSpaceError: there is no room for the results; or the disk or the map got full: what was committed stays.
         """
-        from mpfs.merge.commit import MergeOptions
         from mpfs.merge.documents import branches_of, committed_note, merge_documents, require_merged
         from mpfs.merge.recipe.documents import load_mappings
         from mpfs.merge.sweep.plans import SweepOptions, plan_sweep

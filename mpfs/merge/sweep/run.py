@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from mpfs.errors import MPFSError
-from mpfs.merge.commit import MergeOptions, describe_merge, publish_outcome
+from mpfs.merge.commit import describe_merge, publish_outcome
 from mpfs.merge.compile import column_blocks
 from mpfs.merge.delta import PlanInputs
 from mpfs.merge.engine import Outcome
 from mpfs.merge.operators import get_operator
+from mpfs.merge.options import MergeOptions
 from mpfs.merge.reports import PlanReport
 from mpfs.merge.room import require_room
 from mpfs.merge.sweep.plans import Planned, PlannedSweep
@@ -91,16 +92,7 @@ def run_sweep(
     with store.writer() as writer:
         if options.check_space:
             require_room(store, writer, [item.plan for item in planned], reuse=options.reuse)
-        together = execute_together(
-            [item.plan for item in planned],
-            store,
-            writer,
-            reuse=options.reuse,
-            threads=options.threads,
-            memory=options.memory,
-            device=options.device,
-            progress=options.progress,
-        )
+        together = execute_together([item.plan for item in planned], store, writer, options)
         writer.flush()
         spent = clock.monotonic() - started
         shares = _shares(together)

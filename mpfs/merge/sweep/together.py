@@ -7,7 +7,6 @@ Every plan's columns are computed by an `Execution` of its own, just as if it ra
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,10 @@ from functools import partial
 from itertools import islice
 
 from mpfs.merge.delta import DeltaIterator
-from mpfs.merge.engine import DEFAULT_MEMORY, FIXED_MEMORY, Execution, Job, Outcome, Result, computed_bytes
+from mpfs.merge.engine import FIXED_MEMORY, Execution, Job, Outcome, Result, computed_bytes
 from mpfs.merge.kernels.columns import BitsColumns
 from mpfs.merge.operators import Column, Operator
+from mpfs.merge.options import MergeOptions
 from mpfs.merge.sweep.shared import (
     BATCH,
     Gathering,
@@ -77,26 +77,15 @@ class _Item:
     known: Result
 
 
-def execute_together(
-    plans: Sequence[Plan],
-    store: Store,
-    writer: Writer,
-    *,
-    reuse: bool = True,
-    threads: int | None = None,
-    memory: int = DEFAULT_MEMORY,
-    fast: bool = True,
-    device: str | None = None,
-    progress: Progress | None = None,
-) -> Together:
-    """Run plans. The arguments are those of `execute`.
+def execute_together(plans: Sequence[Plan], store: Store, writer: Writer, options: MergeOptions) -> Together:
+    """Run plans. The other arguments are those of `execute`.
 
     Raises:
         NoSpaceError: there is no room for the results. Whatever else goes wrong is the failure of one plan.
     """
-    run = _Run(plans, store, writer, reuse, threads or os.cpu_count() or 1, memory, fast, device)
+    run = _Run(plans, store, writer, options)
     try:
-        run.run(progress)
+        run.run(options.progress)
     finally:
         run.stopping.set()
         for member in run.members:
@@ -107,26 +96,16 @@ def execute_together(
 class _Run:
     """One execution of several plans."""
 
-    def __init__(
-        self,
-        plans: Sequence[Plan],
-        store: Store,
-        writer: Writer,
-        reuse: bool,
-        threads: int,
-        memory: int,
-        fast: bool,
-        device: str | None,
-    ) -> None:
-        self.threads = threads
-        self.memory = memory
+    def __init__(self, plans: Sequence[Plan], store: Store, writer: Writer, options: MergeOptions) -> None:
+        self.threads = options.workers
+        self.memory = options.memory
         self.stopping = threading.Event()
         self.reader = SharedReader(store.environment)
         objects = SharedObjects(store.environment)
         self.found: list[_Member | Exception] = []
         for plan in plans:
             try:
-                member = _Member(plan, store, writer, reuse, threads, memory, fast, objects, device)
+                member = _Member(plan, store, writer, options, objects)
             except Exception as error:
                 self.found.append(error)
                 continue
