@@ -111,7 +111,10 @@ def main(arguments: list[str]) -> None:
         if options.json is not None:
             options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         if options.plot is not None:
-            options.plot.write_text(chart("Accuracy against expert bytes read", list(_panels(found))), encoding="utf-8")
+            title = "Accuracy against expert bytes read"
+            x_label = "expert bytes read, % of the full merge's (0: the base), square-root scale"
+            picture = chart(title, x_label, "accuracy, mean of the tasks", list(_panels(found)))
+            options.plot.write_text(picture, encoding="utf-8")
 
 
 def _run(repository: Repository, scratch: Path, setup: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def draw(path: Path, title: str, unit: str, groups: Sequence[Group]) -> None:
             colour = _COLOURS[names.index(name) % len(_COLOURS)]
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 11}" text-anchor="end">{escape(name)}</text>')
             parts.append(f'<rect x="{_LEFT}" y="{y}" width="{length:.1f}" height="{_BAR}" fill="{colour}"/>')
-            parts.append(f'<text x="{_LEFT + length + 5:.1f}" y="{y + 11}">{value:.3g} {escape(unit)}</text>')
+            parts.append(f'<text x="{_LEFT + length + 5:.1f}" y="{y + 11}">{_figure(value)} {escape(unit)}</text>')
             y += _BAR + 4
         y += _GAP
     for power in range(low, high + 1):
@@ -45,7 +45,13 @@ def draw(path: Path, title: str, unit: str, groups: Sequence[Group]) -> None:
         parts.insert(0, f'<path d="M{x:.1f} 44V{y}" stroke="#d8dee4"/>')
         parts.append(f'<text x="{x:.1f}" y="40" text-anchor="middle" fill="#656d76">{10.0**power:g}</text>')
     style = "font-family:system-ui,sans-serif;font-size:11px"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 8}" style="{style}">'
+    size = f'viewBox="0 0 {_WIDTH} {y + 8}" role="img" aria-labelledby="title"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="{style}"><title id="title">{escape(title)}</title>'
     back = f'<rect width="{_WIDTH}" height="{y + 8}" fill="#ffffff"/>'
     name = f'<text x="8" y="18" font-size="13" font-weight="bold">{escape(title)}</text>'
     path.write_text("\n".join([head, back, name, *parts, "</svg>"]) + "\n", encoding="utf-8")
+
+
+def _figure(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:.{max(0, 2 - floor(log10(value)))}f}"
