@@ -177,7 +177,8 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
                 problems=[],
             )
         finder = self._finder(folder)
-        plan = plan_document(documents[0], finder, budget or Budget(), policy, seed, on_mismatch)
+        with self._store.objects.remembering():
+            plan = plan_document(documents[0], finder, budget or Budget(), policy, seed, on_mismatch)
         if save:
             self._store.put_plan(plan)
         return PlanReport(object_id(plan.encode()), plan, self._seconds(plan.cost))

@@ -55,9 +55,8 @@ def load_model(store: Store, name: str, commit: ObjectId, config_path: str = "co
     whole = store.objects.get(Snapshot, snapshot_id)
     snapshot = whole.outside(TRAINING_STATE)
     notes = () if snapshot is whole else (f"{name}: the state of its training is no part of the merge",)
-    tensors = {
-        key: ModelTensor(identity, store.objects.get(Tensor, identity)) for key, identity in snapshot.tensors.items()
-    }
+    found = store.objects.get_many(Tensor, snapshot.tensors.values())
+    tensors = {key: ModelTensor(identity, found[identity]) for key, identity in snapshot.tensors.items()}
     return Model(ModelRef(name, commit, snapshot_id), tensors, _config(store, snapshot, config_path), notes)
 
 

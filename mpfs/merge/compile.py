@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpfs.errors import UsageError
 from mpfs.merge.bounds import Chosen, choose_all, choose_under, choose_within, limit_of
-from mpfs.merge.differing import blocks_in
+from mpfs.merge.differing import BlockRuns, blocks_in
 from mpfs.merge.distinct import Distinct
 from mpfs.merge.inputs import Fit, TensorInputs, keeps_value
 from mpfs.merge.magnitudes import Histograms
@@ -215,11 +215,13 @@ def _cuts(
     inputs: TensorInputs, choice: Choice, operator: Operator, histograms: Histograms
 ) -> tuple[tuple[Cut, ...], ...]:
     """The thresholds of the experts of which something is not read."""
-    elements = inputs.column_elements
+    if type(operator).cuts is Operator.cuts or inputs.base is None:
+        return ()
+    base, elements = inputs.base.tensor, inputs.column_elements
 
     def is_partly_read(index: int, expert: Tensor) -> bool:
-        unread = np.flatnonzero(~choice.read[:, index]).tolist()
-        return any(column_blocks(expert, column, elements, inputs.base) for column in unread)
+        blocks = BlockRuns([expert])
+        return bool((blocks.differing([base]) & ~choice.read[blocks.columns([elements]), index]).any())
 
     experts = [item for _, item in inputs.experts]
     wanted = [is_partly_read(index, item.tensor) for index, item in enumerate(experts)]

@@ -38,7 +38,7 @@ class Tensor:
     def __post_init__(self) -> None:
         if self.block_size <= 0 or any(dimension < 0 for dimension in self.shape):
             raise ValueError(f"{self.dtype} {list(self.shape)} in blocks of {self.block_size} bytes cannot be")
-        if not all(len(block) == BLOCK_ID_SIZE for block in self.blocks):
+        if not set(map(len, self.blocks)) <= {BLOCK_ID_SIZE}:
             raise ValueError(f"a block id has {BLOCK_ID_SIZE} bytes")
         expected = -(-self.nbytes // self.block_size)
         if len(self.blocks) != expected:
@@ -92,7 +92,7 @@ class Tensor:
         value = decode(data, KIND)
         try:
             raw = bytes.fromhex(value["blocks"])
-            blocks = tuple(raw[i : i + BLOCK_ID_SIZE] for i in range(0, len(raw), BLOCK_ID_SIZE))
+            blocks = tuple([raw[i : i + BLOCK_ID_SIZE] for i in range(0, len(raw), BLOCK_ID_SIZE)])
             return cls(value["dtype"], tuple(value["shape"]), value["block_size"], blocks)
         except (KeyError, TypeError) as error:
             raise ValueError(f"malformed tensor object: {error!r}") from error

@@ -25,7 +25,7 @@ from mpfs.stats.native import Array, kernel
 from mpfs.stats.record import RECORD, SATURATED, SKETCH_WIDTH, Records, require_records, saturate
 
 _BATCH: Final = 128  # columns at a time: the products of an expert's delta with the others' then fit into the cache
-_WORTH_A_KERNEL: Final = 200_000_000
+_WORTH_A_KERNEL: Final = 50_000_000
 """Products of numbers, above which the kernel saves more than loading it takes."""
 
 
@@ -58,15 +58,21 @@ def delta_gram(base: Records, experts: Records) -> NDArray[np.float64]:
 
 def _gram(base: Records, experts: Records, gram: NDArray[np.float64]) -> None:
     """What `delta_gram` gives, by numpy: this defines it."""
+    shape = (len(experts), SKETCH_WIDTH, min(_BATCH, len(base)))
+    room = np.empty((2, *shape))
     for start in range(0, len(base), _BATCH):
         batch = slice(start, start + _BATCH)
         origin = _sketches(base[batch])
-        deltas = np.empty((len(experts), *origin.shape))
+        deltas, terms = room[..., : origin.shape[1]]
         for i, records in enumerate(experts):
             np.subtract(_sketches(records[batch]), origin, out=deltas[i])
         for i in range(len(experts)):
-            terms = deltas[i] * deltas[i:]
-            gram[batch, i, i:] = gram[batch, i:, i] = tree_sum(terms.swapaxes(0, 1)).T
+            products = np.multiply(deltas[i], deltas[i:], out=terms[i:])
+            width = SKETCH_WIDTH
+            while width > 1:  # as `tree_sum` does
+                width //= 2
+                products[:, :width] += products[:, width : 2 * width]
+            gram[batch, i, i:] = gram[batch, i:, i] = products[:, 0].T
 
 
 def _gram_by_kernel(base: Records, experts: Records, gram: NDArray[np.float64]) -> None:

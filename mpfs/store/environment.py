@@ -206,29 +206,19 @@ class Environment:
             # Still under the lock: LMDB must not see the path opened again before it is closed.
             self._handle.close()
 
-    @contextmanager
-    def read(self) -> Iterator[Transaction]:
+    def read(self) -> AbstractContextManager[Transaction]:
         """A read transaction: a consistent view, to be held for no longer than one batch of blocks.
 
         Values come back as buffers into the map, valid until the transaction ends.
         """
-        try:
-            with self._transaction(write=False) as txn:
-                yield txn
-        except lmdb.Error as error:
-            raise self.translate(error) from error
+        return _Opened(self, False, 0)
 
-    @contextmanager
-    def write(self, needed: int = 0) -> Iterator[Transaction]:
+    def write(self, needed: int = 0) -> AbstractContextManager[Transaction]:
         """A write transaction: all or nothing, durable when the block ends without an exception.
 
         `needed` is about how many bytes it will write, for the message when there is no room.
         """
-        try:
-            with self._transaction(write=True) as txn:
-                yield txn
-        except lmdb.Error as error:
-            raise self.translate(error, needed) from error
+        return _Opened(self, True, needed)
 
     def catch_up(self) -> None:
         """Make read transactions see everything that is durable.
@@ -240,20 +230,10 @@ class Environment:
         with self.write():
             pass
 
-    @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[Transaction]:
+    def _enter(self) -> _Handle:
         self._reopen_after_fork()
         if stamp(self.root) != self._stamp:
             self.refresh()
-        handle = self._enter()
-        try:
-            txn = self._begin(handle, write)
-            with txn:
-                yield Transaction(txn, handle)
-        finally:
-            self._leave(handle)
-
-    def _enter(self) -> _Handle:
         with self._active_lock:
             handle = self._handle
             # LMDB's map can only be moved while nothing looks into it; until then the old size is as good.
@@ -375,6 +355,39 @@ class Environment:
     def translate(self, error: lmdb.Error, needed: int = 0) -> MPFSError:
         """An LMDB error in our words."""
         return translate(error, self.root, self.path / "data.mdb", self.map_size, needed)
+
+
+class _Opened:
+    """A transaction of an environment, from `with` to the end of its block. No generator: many are short."""
+
+    __slots__ = ("_environment", "_handle", "_needed", "_txn", "_write")
+
+    def __init__(self, environment: Environment, write: bool, needed: int) -> None:
+        self._environment = environment
+        self._write = write
+        self._needed = needed
+
+    def __enter__(self) -> Transaction:
+        handle = self._handle = self._environment._enter()
+        try:
+            self._txn = self._environment._begin(handle, self._write)
+            self._txn.__enter__()
+        except BaseException:
+            self._environment._leave(handle)
+            raise
+        return Transaction(self._txn, handle)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._txn.__exit__(kind, error, trace)
+        except lmdb.Error as failed:
+            raise self._environment.translate(failed, self._needed) from failed
+        finally:
+            self._environment._leave(self._handle)
+        if isinstance(error, lmdb.Error):
+            raise self._environment.translate(error, self._needed) from error
 
 
 class StoreCopy:

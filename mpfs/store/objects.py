@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from mpfs.errors import IntegrityError, NotFoundError
 from mpfs.objects import Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
@@ -47,6 +49,22 @@ class ObjectReader:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+        self._lock = threading.Lock()
+        self._remembering = 0
+        self._known: dict[ObjectId, Any] = {}
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Within the `with` block, by whichever thread, tensors are read once: planning and running a merge need the same."""
+        with self._lock:
+            self._remembering += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._remembering -= 1
+                if not self._remembering:
+                    self._known = {}
 
     def get(self, kind: type[_T], identity: ObjectId) -> _T:
         """The object of this kind with this id.
@@ -63,8 +81,14 @@ class ObjectReader:
         Raises:
             As `get`.
         """
-        keys = {identity: bytes.fromhex(identity) if is_object_id(identity) else b"" for identity in identities}
-        found: dict[ObjectId, _T] = {}
+        known = self._known if self._remembering and kind is Tensor else {}
+        asked = list(identities)
+        found: dict[ObjectId, _T] = {identity: known[identity] for identity in asked if identity in known}
+        keys = {
+            identity: bytes.fromhex(identity) if is_object_id(identity) else b""
+            for identity in asked
+            if identity not in found
+        }
         wanted = iter(keys.items())
         while batch := list(islice(wanted, _BATCH)):
             with self._environment.read() as txn:
@@ -73,7 +97,7 @@ class ObjectReader:
                 data = values.get(key)
                 if data is None:
                     raise NotFoundError(f"no {kind.__name__.lower()} {identity}", id=identity)
-                found[identity] = decode_object(kind, identity, data)
+                found[identity] = known[identity] = decode_object(kind, identity, data)
         return found
 
     def ids(self, kind: type, prefix: str = "") -> list[ObjectId]:

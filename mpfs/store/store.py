@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 
 from mpfs.errors import LockedError, NoSpaceError, NotARepositoryError, UnsupportedFormatError, UsageError
-from mpfs.objects import ObjectId, Plan
+from mpfs.objects import ObjectId, Plan, object_id
 from mpfs.store.blocks import BlockReader
 from mpfs.store.config import (
     DEFAULT_MAP_SIZE,
@@ -202,6 +202,11 @@ class Store:
 
     def put_plan(self, plan: Plan) -> ObjectId:
         """Keep a plan that was not run; its id."""
+        data = plan.encode()
+        identity = object_id(data)
+        with self.environment.read() as txn:
+            if bytes(txn.get("plans", bytes.fromhex(identity)) or b"") == data:
+                return identity  # without waiting for the disk
         with repository_lock(self.path / "lock", exclusive=False), self.environment.write(needed=1 << 20) as txn:
             return put_object(txn, plan)
 
