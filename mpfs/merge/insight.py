@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mpfs.history.insight import CurvePoint, Insight, Share, TensorShares
 from mpfs.merge.commit import load_model
+from mpfs.merge.election import elects
 from mpfs.merge.inputs import fit
 from mpfs.merge.operators import get_operator
 from mpfs.merge.planner import POLICIES, rank
@@ -46,10 +47,11 @@ def find_insight(store: Store, plan: Plan) -> Insight:
         shares: list[Share | None] = [None] * len(experts)
         rows = [place.get(model) for model, _ in item.inputs.experts]
         total = np.cumsum(item.candidates.gram, axis=0)[-1] if len(item.candidates.gram) else None
+        scale = _scale(total) if elects(operator) else 1.0
         for i, row in enumerate(rows):
             if row is None:
                 continue
-            energy = item.candidates.gram[:, i, i]
+            energy = scale * item.candidates.gram[:, i, i]
             cost = item.candidates.cost[:, i]
             chosen = read[:, i]
             shares[row] = Share(
@@ -57,7 +59,7 @@ def find_insight(store: Store, plan: Plan) -> Insight:
             )
             for j, other in enumerate(rows):
                 if other is not None and total is not None:
-                    gram[row, other] += total[i, j]
+                    gram[row, other] += scale * total[i, j]
         tensors.append(TensorShares(planned.name, tuple(shares)))
     free = [item.candidates for item in weighed.values() if item.inputs.base is not None]
     curves: dict[str, tuple[CurvePoint, ...]] = {}
@@ -72,6 +74,16 @@ def find_insight(store: Store, plan: Plan) -> Insight:
         curves=curves,
         chosen=CurvePoint(plan.cost.expert_bytes_planned, plan.fidelity_predicted),
     )
+
+
+def _scale(total: NDArray[np.float64] | None) -> float:
+    """What makes the experts' energies add up to that of the change.
+
+    Where signs are elected the planner's weights are such that the deltas' sum is as large as the change. Of deltas that
+    nearly cancel as a sum, which elected ones do not, it takes weights far larger than what an expert has in the change.
+    """
+    trace = 0.0 if total is None else float(np.cumsum(np.diagonal(total))[-1])
+    return max(0.0, float(np.cumsum(total)[-1]) / trace) if total is not None and trace > 0.0 else 1.0
 
 
 def _read_of(planned: PlanTensor, item: Weighed) -> NDArray[np.bool_]:

@@ -125,6 +125,23 @@ def test_numbers_are_those_of_the_plan(repository: Repository) -> None:
         assert middle <= float(np.interp(spent[-1] / 3, spent, [p.fidelity for p in points])) + 0.02
 
 
+def test_experts_that_cancel_change_no_more_than_the_merge(tmp_path: Path) -> None:
+    """ties elects signs: opposite deltas, whose sum is nearly 0, make half of a change each."""
+    base = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    change = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 0.01
+    with Repository.create(tmp_path / "repo", block_size=4096, map_size=1 << 28) as repo:
+        for name, tensor in (("base", base), ("up", base + change), ("down", base - change)):
+            save_file({"w": tensor}, tmp_path / "model.safetensors")
+            repo.import_checkpoint(tmp_path / "model.safetensors", name)
+        models = [{"model": name, "parameters": {"weight": 0.5, "density": 0.5}} for name in ("up", "down")]
+        report = repo.plan({"merge_method": "ties", "base_model": "base", "models": models})
+        insight = repo.insight(report.identity)
+    (shares,) = insight.tensors
+    energies = [share.energy for share in shares.experts if share is not None]
+    assert sum(energies) == pytest.approx(report.plan.tensors[0].energy, rel=1e-6)
+    assert energies[0] == pytest.approx(energies[1], rel=0.2)
+
+
 def test_a_commit_has_the_insight_of_its_plan(repository: Repository) -> None:
     report = repository.merge(recipe(), "merged", budget=Budget("percent", 30))
     assert repository.insight("merged") == repository.insight(report.plan)
