@@ -18,10 +18,11 @@ import numpy as np
 from benchmarks.families import BASE, FAMILIES, Family
 from benchmarks.measure import machine
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks, work_dtype
-from mpfs.merge.engine import expert_keys, left_out
+from mpfs.merge.left_out import left_out
 from mpfs.merge.operators import Parameters, TensorContext, get_operator
 from mpfs.merge.operators.arithmetic import difference
 from mpfs.merge.operators.magnitude import keep_count, patterns
+from mpfs.merge.reusing import expert_keys
 from mpfs.objects import Budget, Plan
 from mpfs.repository import Repository
 

@@ -35,7 +35,8 @@ def look_up(store: Store, item: Incoming) -> KnownFile | None:
     """What is known of a file, if it and the store are still as they were."""
     if item.whole is None or not item.size:
         return None
-    raw = store.reuse.value(_key(item.whole, store.info.block_size))
+    key = _key(item.whole, store.info.block_size)
+    raw = store.reuse.values([key]).get(key)
     if raw is None:
         return None
     try:

@@ -7,9 +7,10 @@ counted by distinct blocks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -33,14 +34,19 @@ _PREFETCH_COLUMNS = 16
 class ReadLedger:
     """Which distinct blocks a merge has read, as expert and as base. Thread-safe.
 
-    `allowed` are the expert blocks that the plan lists; reading another one is a bug, and refused.
+    `allowed` finds the expert blocks that the plan lists; reading another one is a bug, and refused.
     """
 
-    def __init__(self, allowed: set[BlockId]) -> None:
-        self._allowed = allowed
+    def __init__(self, allowed: Callable[[], set[BlockId]]) -> None:
+        self._find_allowed = allowed
         self._lock = threading.Lock()
         self._expert: dict[BlockId, int] = {}
         self._base: dict[BlockId, int] = {}
+
+    @cached_property
+    def _allowed(self) -> set[BlockId]:
+        """Found when the first block is read: where all is known already, none is."""
+        return self._find_allowed()
 
     def expert(self, blocks: Iterable[tuple[BlockId, int]]) -> None:
         """Note (before reading) expert blocks with their sizes."""

@@ -102,8 +102,10 @@ def merge_documents(
     """Merge documents in order, each to its branch; see `Repository.merge`."""
     reports = []
     for branch, document in documents:
-        plan = plan_document(document, finder, budget, policy, seed, on_mismatch)
-        reports.append(run_plan(finder.store, plan, branch, message=message, author=finder.author, options=options))
+        with finder.store.objects.remembering():
+            plan = plan_document(document, finder, budget, policy, seed, on_mismatch)
+            report = run_plan(finder.store, plan, branch, message=message, author=finder.author, options=options)
+        reports.append(report)
     return tuple(reports)
 
 

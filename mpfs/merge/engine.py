@@ -11,31 +11,29 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from math import sqrt
 
 from mpfs.errors import MPFSError
 from mpfs.merge.conversion import TYPES, converted
-from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks, work_dtype
+from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks
 from mpfs.merge.kernels.backend import kernels
 from mpfs.merge.kernels.columns import BitsColumns
 from mpfs.merge.kernels.stored import StoredColumns
 from mpfs.merge.magnitudes import Counted, Histograms
 from mpfs.merge.numeric import to_bytes
-from mpfs.merge.operators import Column, LeftOut, Operator, Parameters, Prepared, TensorContext, get_operator
+from mpfs.merge.operators import Column, Prepared, TensorContext, get_operator
 from mpfs.merge.operators.base import FastPath, Histogram
 from mpfs.merge.options import MergeOptions
+from mpfs.merge.reusing import Job, Result, Reusing
 from mpfs.merge.threads import OneThreadEach
 from mpfs.objects import BlockId, Plan, PlanTensor, Tensor
 from mpfs.objects.dtypes import itemsize
-from mpfs.objects.encoding import Json, decode, encode
+from mpfs.objects.encoding import encode
 from mpfs.objects.progress import Progress
-from mpfs.stats import delta_gram
 from mpfs.stats.staging import stage_block
-from mpfs.stats.stored import column_records
-from mpfs.store import BlockReader, ObjectReader, StagedBlock, Store, WriteFigures, Writer, reuse_key
+from mpfs.store import ObjectReader, Store, WriteFigures, Writer
 from mpfs.store.pairs import Pair, PairRecord, PairTable
 
 FIXED_MEMORY = 512 << 20
@@ -61,39 +59,6 @@ class Outcome:
     blocks_reused: int = 0
     pairs: dict[Pair, PairRecord] = field(default_factory=dict)
     written: WriteFigures = field(default_factory=WriteFigures)
-
-
-@dataclass(slots=True)
-class Job:
-    """A planned tensor at work: what its columns need. `description` is what their preparation depends on, besides
-    blocks, and `digest` stands for what their results do."""
-
-    tensor: PlanTensor
-    operator: Operator
-    context: TensorContext
-    parameters: Parameters
-    columns: DeltaIterator
-    blocks: list[BlockId]
-    remaining: int
-    description: Json
-    digest: str = ""
-    prepared: Prepared = field(default_factory=dict)
-    path: FastPath | None = None
-    path_known: bool = False
-
-    def span(self, column: int, block_size: int) -> tuple[int, int]:
-        """The output blocks of a column, as a half-open range."""
-        width = self.tensor.column_elements * itemsize(self.tensor.dtype) // block_size
-        return column * width, min((column + 1) * width, len(self.blocks))
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A column's output: found (`reused`) or computed blocks, and the key to remember computed ones by."""
-
-    key: bytes
-    reused: tuple[BlockId, ...] | None
-    staged: tuple[StagedBlock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +90,7 @@ def execute(plan: Plan, store: Store, writer: Writer, options: MergeOptions) -> 
         run.torch.restore()
 
 
-class Execution:
+class Execution(Reusing):
     """One execution of a plan. Blocks are read by `reader`."""
 
     def __init__(
@@ -136,22 +101,19 @@ class Execution:
         options: MergeOptions,
         objects: ObjectReader | None = None,
     ) -> None:
-        self.plan = plan
-        self.store = store
+        inputs = {tensor.name: PlanInputs.load(objects or store.objects, tensor) for tensor in plan.tensors}
+
+        def allowed() -> set[BlockId]:
+            return set().union(*(planned_blocks(tensor, inputs[tensor.name]) for tensor in plan.tensors))
+
+        super().__init__(plan, store, get_operator(plan.method), inputs, ReadLedger(allowed))
         self.writer = writer
-        self.reader: BlockReader = store.blocks
-        self.inputs = {tensor.name: PlanInputs.load(objects or store.objects, tensor) for tensor in plan.tensors}
-        allowed: set[BlockId] = set()
-        for tensor in plan.tensors:
-            allowed |= planned_blocks(tensor, self.inputs[tensor.name])
-        self.ledger = ReadLedger(allowed)
         self.reuse = options.reuse
         self.threads = options.workers
         self.memory = options.memory
         self.fast = options.device is None
         self.device = options.device or "cpu"
         self.stopping = threading.Event()
-        self.operator = get_operator(plan.method)
         table = PairTable(store.environment)
         self.histograms = Histograms(store.blocks, table)
         # Of a merge under a budget they would make the next one, of the same recipe, an other one.
@@ -162,7 +124,9 @@ class Execution:
 
     def run(self, progress: Progress | None) -> Outcome:
         total = sum(computed_bytes(tensor) for tensor in self.plan.tensors if tensor.action == "compute")
-        done = 0
+        done = self._finish_known()
+        if done and progress is not None:
+            progress(done, total)
         queue: deque[_InFlight] = deque()
 
         def finish_one() -> None:
@@ -194,6 +158,17 @@ class Execution:
                     item.result.cancel()
         return self.finished()
 
+    def _finish_known(self) -> int:
+        """Take over the tensors that earlier merges have computed; the bytes of output that they are."""
+        done = 0
+        for job, results in self.known([tensor for tensor in self.plan.tensors if tensor.action != "keep"]):
+            if all(result.reused is not None for result in results):
+                if not results:
+                    self.finish_tensor(job)
+                for column, result in zip(job.tensor.columns.columns(), results, strict=True):
+                    done += self.finish(job, column, result)
+        return done
+
     def finished(self) -> Outcome:
         """What came out, once all is done."""
         # Tensors are finished in any order; the output has the plan's.
@@ -204,7 +179,8 @@ class Execution:
 
     def _jobs(self, executor: ThreadPoolExecutor) -> Iterator[Job]:
         """The tensors to compute, prepared; those to keep are dealt with on the way."""
-        wanted = [tensor for tensor in self.plan.tensors if tensor.action != "keep"]
+        finished = self.outcome.tensors
+        wanted = [tensor for tensor in self.plan.tensors if tensor.action != "keep" and tensor.name not in finished]
         for tensor in self.plan.tensors:
             if tensor.action == "keep":
                 self.keep(tensor)
@@ -255,29 +231,8 @@ class Execution:
 
     def job(self, tensor: PlanTensor, executor: ThreadPoolExecutor) -> Job:
         """On a thread of its own: get a tensor ready."""
-        inputs = self.inputs[tensor.name]
-        work = work_dtype(self.plan, inputs)
-        context = TensorContext(
-            name=tensor.name,
-            numel=tensor.numel,
-            work=work,
-            seed=self.plan.seed,
-            expert_keys=expert_keys(self.plan, tensor),
-            left_out=left_out(self.store, tensor, inputs),
-            shape=tensor.shape,
-            cuts=tensor.cuts,
-        )
-        parameters = Parameters(tensor.shared, tensor.parameters)
-        columns = DeltaIterator(self.plan, tensor, inputs, self.reader, self.ledger, work, self.device)
-        nbytes = tensor.numel * itemsize(tensor.dtype)
-        blocks = [b""] * -(-nbytes // self.plan.block_size)
-        if inputs.base is not None and inputs.base.tensor.dtype == tensor.dtype:
-            blocks = list(inputs.base.tensor.blocks)
-        count = len(tensor.columns)
-        description = self._description(tensor, inputs, context)
-        job = Job(tensor, self.operator, context, parameters, columns, blocks, count, description)
-        job.prepared = self._prepare(job, executor)
-        job.digest = reuse_key({**description, "prepared": dict(job.prepared)}).hex()
+        job = self.begin(tensor)
+        job.prepare(self._prepare(job, executor))
         return job
 
     def _path(self, job: Job) -> FastPath | None:
@@ -289,9 +244,12 @@ class Execution:
         return job.path
 
     def _prepare(self, job: Job, executor: ThreadPoolExecutor) -> Prepared:
-        key, known = self.preparation(job)
-        if known is not None:
-            return known
+        key = self.preparation(job)
+        if key is None:
+            return {}
+        known = self.prepared([key])
+        if known:
+            return known[key]
         job.context = self._with_histograms(job)
         path = self._path(job)
         if path is not None:
@@ -301,21 +259,6 @@ class Execution:
             prepared = job.operator.prepare(job.context, job.parameters, lambda: self.stream(job.columns))
         self.writer.put_reuse(key, encode({"kind": "prepared", "values": dict(prepared)}))
         return prepared
-
-    def preparation(self, job: Job) -> tuple[bytes, Prepared | None]:
-        """The key of a tensor's preparation, and what came of it if it is known from an earlier merge, or is nothing."""
-        if type(job.operator).prepare is Operator.prepare or not job.tensor.experts:
-            return b"", {}
-        description = {
-            **job.description,
-            "prepare": [[column, *self._input_blocks(job, column)] for column in job.tensor.columns.columns()],
-            "left_out": [[[run.numel, run.rms] for run in runs] for runs in job.context.left_out],
-        }
-        if job.tensor.cuts:
-            description["cuts"] = [[[cut.digit, cut.wanted, cut.total] for cut in cuts] for cuts in job.tensor.cuts]
-        key = reuse_key(description)
-        known = self.store.reuse.value(key) if self.reuse else None
-        return key, None if known is None else dict(decode(known, "prepared")["values"])
 
     def _with_histograms(self, job: Job) -> TensorContext:
         """What the store knows of deltas that are read whole: it saves counting them, and changes no result."""
@@ -338,43 +281,6 @@ class Execution:
     def stream(self, columns: DeltaIterator) -> Iterator[Column]:
         """The same for operators."""
         return iter(columns)
-
-    def _description(self, tensor: PlanTensor, inputs: PlanInputs, context: TensorContext) -> Json:
-        """What a result depends on, besides its blocks."""
-        value: Json = {
-            "operator": self.operator.name,
-            "version": self.operator.version,
-            "shared": dict(tensor.shared),
-            "experts": [dict(values) for values in tensor.parameters],
-            # Blocks are named by their bytes alone: which numbers these are is up to the dtype.
-            "dtypes": [None if inputs.base is None else inputs.base.tensor.dtype]
-            + [expert.tensor.dtype for expert in inputs.experts],
-            "work": context.work,
-            "out": tensor.dtype,
-            "numel": tensor.numel,
-            "column_elements": tensor.column_elements,
-            "block_size": self.plan.block_size,
-        }
-        if self.device != "cpu":
-            value["device"] = self.device.partition(":")[0]
-        if self.operator.by_rows:
-            value["shape"] = list(tensor.shape)
-        if self.operator.draws:
-            value["random"] = [self.plan.seed, tensor.name, list(context.expert_keys)]
-        return value
-
-    def _input_blocks(self, job: Job, column: int) -> tuple[str | None, list[str | None]]:
-        return _hex(job.columns.base_blocks(column)), [_hex(run) for run in job.columns.expert_blocks(column)]
-
-    def look_up(self, job: Job, columns: Sequence[int]) -> list[Result]:
-        """Columns' keys, and their results if they are known from an earlier merge."""
-        keys = []
-        for column in columns:
-            base, inputs = self._input_blocks(job, column)
-            start = column * job.tensor.column_elements
-            keys.append(reuse_key({"tensor": job.digest, "start": start, "base": base, "inputs": inputs}))
-        found = self.store.reuse.blocks_of(keys) if self.reuse else [None] * len(keys)
-        return [Result(key, blocks) for key, blocks in zip(keys, found, strict=True)]
 
     def column(self, job: Job, column: int, known: Result) -> Result:
         """On a worker thread: compute a column's result, unless it is known."""
@@ -443,59 +349,3 @@ def computed_bytes(tensor: PlanTensor) -> int:
     size = tensor.column_elements * itemsize(tensor.dtype)
     nbytes = tensor.numel * itemsize(tensor.dtype)
     return sum(min(stop * size, nbytes) - start * size for start, stop in tensor.columns.ranges)
-
-
-def expert_keys(plan: Plan, tensor: PlanTensor) -> tuple[str, ...]:
-    """What random draws tell the experts of a tensor apart by: the recipe's names.
-
-    A snapshot's id would not do: it depends on the block size, which must not change a merge.
-    """
-    return tuple(plan.models[model].name for model, _ in tensor.experts)
-
-
-def left_out(store: Store, tensor: PlanTensor, inputs: PlanInputs) -> tuple[tuple[LeftOut, ...], ...]:
-    """What a plan leaves unread of each expert of a tensor, with the size of its delta estimated from sketches."""
-    unread: list[list[int]] = []
-    for expert, selection in zip(inputs.experts, tensor.selections, strict=True):
-        chosen = set(selection.columns())
-        width = tensor.column_elements
-        unread.append(
-            [
-                column
-                for column in range(tensor.column_count)
-                if column not in chosen and not _equal(expert.tensor, inputs, column, width)
-            ]
-        )
-    if inputs.base is None or not any(unread):
-        return tuple(() for _ in unread)
-    base = column_records(store.blocks, inputs.base.tensor, tensor.column_elements, inputs.base.identity)
-    result: list[tuple[LeftOut, ...]] = []
-    for expert, columns in zip(inputs.experts, unread, strict=True):
-        if not columns:
-            result.append(())
-            continue
-        records = column_records(store.blocks, expert.tensor, tensor.column_elements, expert.identity)
-        energy = delta_gram(base, records[None, :])[:, 0, 0]
-        runs = []
-        for column in columns:
-            numel = min(tensor.column_elements, tensor.numel - column * tensor.column_elements)
-            runs.append(LeftOut(numel, sqrt(max(float(energy[column]), 0.0) / numel)))
-        result.append(tuple(runs))
-    return tuple(result)
-
-
-def _equal(expert: Tensor, inputs: PlanInputs, column: int, width: int) -> bool:
-    return inputs.base is not None and not column_blocks_differ(expert, inputs.base.tensor, column, width)
-
-
-def column_blocks_differ(expert: Tensor, base: Tensor, column: int, column_elements: int) -> bool:
-    """Whether an expert's column is anything else than the base's blocks."""
-    if expert.dtype != base.dtype:
-        return True
-    width = column_elements * itemsize(expert.dtype) // expert.block_size
-    span = slice(column * width, (column + 1) * width)
-    return expert.blocks[span] != base.blocks[span]
-
-
-def _hex(blocks: tuple[BlockId, ...] | None) -> str | None:
-    return None if blocks is None else b"".join(blocks).hex()

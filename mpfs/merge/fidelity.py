@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from mpfs.merge.deferred import torch
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks
-from mpfs.merge.engine import expert_keys, left_out
+from mpfs.merge.left_out import left_out
 from mpfs.merge.operators import Operator, Parameters, TensorContext, get_operator
 from mpfs.merge.operators.base import Histogram
+from mpfs.merge.reusing import expert_keys
 from mpfs.objects import Cut, Plan, PlanTensor, Selection
 from mpfs.objects.progress import Progress
 from mpfs.store import Store
@@ -86,7 +88,7 @@ class _Side:
     ) -> None:
         self.counted: dict[int, Histogram] = {}
         inputs = PlanInputs.load(store.objects, tensor)
-        ledger = ReadLedger(planned_blocks(tensor, inputs))
+        ledger = ReadLedger(partial(planned_blocks, tensor, inputs))
         self._operator = operator
         self._parameters = Parameters(tensor.shared, tensor.parameters)
         self._columns = DeltaIterator(plan, tensor, inputs, store.blocks, ledger, "F64")

@@ -6,13 +6,12 @@ No part of a plan, which must not depend on what a repository holds besides its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from mpfs.merge.compile import column_blocks
-from mpfs.merge.engine import Execution, Job
-from mpfs.merge.operators import Prepared
+from mpfs.merge.engine import Execution
 from mpfs.merge.options import MergeOptions
 from mpfs.merge.reports import Outlook
+from mpfs.merge.reusing import Result
 from mpfs.objects import BlockId, Plan, PlanTensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.store import Store, Writer
@@ -29,10 +28,6 @@ def find_outlook(store: Store, plan: Plan) -> Outlook:
         return Known(plan, store, writer, reuse=True).outlook()
 
 
-class _UnknownError(Exception):
-    """A tensor was not prepared before, so none of its results is known."""
-
-
 class Known(Execution):
     """An execution that looks results up, and computes none."""
 
@@ -45,10 +40,10 @@ class Known(Execution):
 
     def outlook(self) -> Outlook:
         """What is left to do."""
-        with ThreadPoolExecutor(1) as executor:
-            for tensor in self.plan.tensors:
-                if tensor.action == "compute":
-                    self._add(tensor, executor)
+        computed = [tensor for tensor in self.plan.tensors if tensor.action == "compute"]
+        known = {job.tensor.name: results for job, results in self.known(computed)}
+        for tensor in computed:
+            self._add(tensor, known.get(tensor.name))
         return Outlook(
             expert_bytes=sum(self._expert.values()),
             base_bytes=sum(self._base.values()),
@@ -58,16 +53,11 @@ class Known(Execution):
             blocks_reused=self._reused,
         )
 
-    def _add(self, tensor: PlanTensor, executor: ThreadPoolExecutor) -> None:
+    def _add(self, tensor: PlanTensor, known: Sequence[Result] | None) -> None:
         columns = list(tensor.columns.columns())
         sizes = {column: self._block_sizes(tensor, column) for column in columns}
-        if self.reuse:
-            try:
-                job = self.job(tensor, executor)
-                found = self.look_up(job, columns)
-                columns = [column for column, known in zip(columns, found, strict=True) if known.reused is None]
-            except _UnknownError:
-                pass
+        if known is not None:
+            columns = [column for column, result in zip(columns, known, strict=True) if result.reused is None]
         left = set(columns)
         for column, blocks in sizes.items():
             if column not in left:
@@ -91,9 +81,3 @@ class Known(Execution):
         total = tensor.numel * itemsize(tensor.dtype)
         start, stop = column * width, min((column + 1) * width, total)
         return [min(size, stop - at) for at in range(start, stop, size)]
-
-    def _prepare(self, job: Job, executor: ThreadPoolExecutor) -> Prepared:
-        _, known = self.preparation(job)
-        if known is None:
-            raise _UnknownError
-        return known

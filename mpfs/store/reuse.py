@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Final
 
 from mpfs.objects import BlockId
 from mpfs.objects.encoding import Json, encode
 from mpfs.objects.ids import BLOCK_ID_SIZE
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.seal import SEAL_SIZE, is_sealed
+
+_BATCH: Final = 1024
+"""Columns that are looked up in one transaction."""
 
 
 def reuse_key(value: Json) -> bytes:
@@ -27,30 +31,28 @@ class ReuseTable:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
 
-    def blocks(self, key: bytes) -> tuple[BlockId, ...] | None:
-        """The output blocks that were stored under `key`, if all of them are still there."""
-        return self.blocks_of([key])[0]
-
     def blocks_of(self, keys: Sequence[bytes]) -> list[tuple[BlockId, ...] | None]:
-        """The same for several keys, in one transaction."""
+        """For each key the output blocks that were stored under it, if all of them are still there."""
+        found: dict[bytes, tuple[BlockId, ...]] = {}
+        for start in range(0, len(keys), _BATCH):
+            batch = keys[start : start + _BATCH]
+            with self._environment.read() as txn:
+                named = {key: _blocks(payload) for key, payload in _payloads(txn, batch).items()}
+                there = txn.get_many("block_info", [block for blocks in named.values() for block in blocks])
+            found.update((key, blocks) for key, blocks in named.items() if all(block in there for block in blocks))
+        return [found.get(key) for key in keys]
+
+    def values(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """The bytes that were stored under those of these keys that are known."""
         with self._environment.read() as txn:
-            return [_blocks(txn, key) for key in keys]
-
-    def value(self, key: bytes) -> bytes | None:
-        """The bytes that were stored under `key`."""
-        with self._environment.read() as txn:
-            return _payload(txn, key)
+            return _payloads(txn, keys)
 
 
-def _blocks(txn: Transaction, key: bytes) -> tuple[BlockId, ...] | None:
-    raw = _payload(txn, key)
-    if raw is None:
-        return None
-    blocks = tuple(raw[i : i + BLOCK_ID_SIZE] for i in range(0, len(raw), BLOCK_ID_SIZE))
-    return blocks if all(txn.contains("block_info", block) for block in blocks) else None
+def _blocks(payload: bytes) -> tuple[BlockId, ...]:
+    return tuple(payload[i : i + BLOCK_ID_SIZE] for i in range(0, len(payload), BLOCK_ID_SIZE))
 
 
-def _payload(txn: Transaction, key: bytes) -> bytes | None:
-    """What is stored under a key; a damaged entry is as good as none."""
-    value = txn.get("reuse", key)
-    return bytes(value[:-SEAL_SIZE]) if value is not None and is_sealed(key, value) else None
+def _payloads(txn: Transaction, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+    """What is stored under keys; a damaged entry is as good as none."""
+    found = txn.get_many("reuse", keys)
+    return {key: value[:-SEAL_SIZE] for key, value in found.items() if is_sealed(key, value)}

@@ -17,7 +17,7 @@ from merge_cases import Lab, counted_reads, family, recipe, without_kernels
 
 from mpfs.errors import BadInputError, IntegrityError, NotFoundError, UsageError
 from mpfs.merge.delta import DeltaIterator, PlanInputs
-from mpfs.merge.engine import left_out
+from mpfs.merge.left_out import left_out
 from mpfs.merge.operators import Column, get_operator
 from mpfs.merge.planner import POLICIES
 from mpfs.objects import BlockId, Budget, Plan, object_id

@@ -280,12 +280,10 @@ def test_reuse_entries(store: Store) -> None:
         writer.put_reuse(b"k" * 32, block.block * 2)
         writer.put_reuse(b"m" * 32, block.block + b"x" * 16)
         writer.put_reuse(b"v" * 32, b"value")
-        assert store.reuse.blocks(b"k" * 32) is None
+        assert store.reuse.blocks_of([b"k" * 32]) == [None]
         writer.flush()
-    assert store.reuse.blocks(b"k" * 32) == (block.block, block.block)
-    assert store.reuse.blocks(b"m" * 32) is None
-    assert store.reuse.value(b"v" * 32) == b"value"
-    assert store.reuse.value(b"n" * 32) is None
+    assert store.reuse.blocks_of([b"k" * 32, b"m" * 32]) == [(block.block, block.block), None]
+    assert store.reuse.values([b"v" * 32, b"n" * 32]) == {b"v" * 32: b"value"}
 
 
 # S3: 300 blocks of 1 MiB.

@@ -16,10 +16,11 @@ from functools import partial
 from itertools import islice
 
 from mpfs.merge.delta import DeltaIterator
-from mpfs.merge.engine import FIXED_MEMORY, Execution, Job, Outcome, Result, computed_bytes
+from mpfs.merge.engine import FIXED_MEMORY, Execution, Outcome, computed_bytes
 from mpfs.merge.kernels.columns import BitsColumns
 from mpfs.merge.operators import Column, Operator
 from mpfs.merge.options import MergeOptions
+from mpfs.merge.reusing import Job, Result
 from mpfs.merge.sweep.shared import (
     BATCH,
     Gathering,
