@@ -60,7 +60,7 @@ class _Compared:
     def announce(self, offsets: Sequence[int]) -> None:
         self._reader.prefetch([self._at(offset) for offset in offsets])
 
-    def take(self, offset: int, block: BlockId, data: bytes) -> None:
+    def take(self, offset: int, block: BlockId, data: bytes | memoryview) -> None:
         ours = self._at(offset)
         if ours == block:
             self._found.equal()

@@ -38,7 +38,7 @@ _RUN_BLOCKS = 64
 class Digest(Protocol):
     """A hash that takes bytes in order, such as hashlib's."""
 
-    def update(self, data: bytes, /) -> object:
+    def update(self, data: bytes | memoryview, /) -> object:
         """Take more bytes."""
 
 
@@ -48,7 +48,7 @@ class Companion(Protocol):
     def announce(self, offsets: Sequence[int], /) -> None:
         """The blocks at these offsets within the tensor, in bytes, will come next."""
 
-    def take(self, offset: int, block: BlockId, data: bytes, /) -> None:
+    def take(self, offset: int, block: BlockId, data: bytes | memoryview, /) -> None:
         """A block: its offset, id and bytes."""
 
 

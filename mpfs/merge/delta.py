@@ -7,7 +7,7 @@ counted by distinct blocks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,6 +111,27 @@ def planned_blocks(tensor: PlanTensor, inputs: PlanInputs) -> set[BlockId]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What a column is read from. Blocks come with their sizes.
+
+    `runs` has the blocks of each expert, None where it is left out; `experts` those of them that the base does not have
+    at that place, none where it is left out.
+    """
+
+    base_run: tuple[BlockId, ...]
+    runs: tuple[tuple[BlockId, ...] | None, ...]
+    base: tuple[tuple[BlockId, int], ...]
+    experts: tuple[tuple[tuple[BlockId, int], ...], ...]
+
+    def wanted(self) -> dict[BlockId, None]:
+        """The distinct blocks, in order."""
+        found = dict.fromkeys(self.base_run)
+        for blocks in self.experts:
+            found.update(dict.fromkeys([block for block, _ in blocks]))
+        return found
+
+
 class DeltaIterator:
     """The columns of one planned tensor. Safe to read from several threads."""
 
@@ -132,6 +153,7 @@ class DeltaIterator:
         self._work = work
         self._device = device
         self._selected = [frozenset(selection.columns()) for selection in tensor.selections]
+        self._known: dict[int, _Reads] = {}
 
     @property
     def column_elements(self) -> int:
@@ -151,17 +173,13 @@ class DeltaIterator:
         while batch := list(islice(columns, _PREFETCH_COLUMNS)):
             yield batch
 
-    def expert_blocks(self, column: int) -> list[tuple[BlockId, ...] | None]:
+    def expert_blocks(self, column: int) -> tuple[tuple[BlockId, ...] | None, ...]:
         """For each expert the ids of its blocks in a column, or None where it is left out: what the result depends on."""
-        return [
-            tuple(self._run(expert.tensor, column)) if self._is_read(index, column) else None
-            for index, expert in enumerate(self._inputs.experts)
-        ]
+        return self._reads(column).runs
 
     def base_blocks(self, column: int) -> tuple[BlockId, ...] | None:
         """The ids of the base's blocks in a column."""
-        base = self._inputs.base
-        return None if base is None else tuple(self._run(base.tensor, column))
+        return None if self._inputs.base is None else self._reads(column).base_run
 
     def prefetch(self, columns: Iterable[int]) -> None:
         """Ask the disk for what these columns will read."""
@@ -169,14 +187,7 @@ class DeltaIterator:
 
     def wanted(self, columns: Iterable[int]) -> list[BlockId]:
         """The blocks that these columns will read."""
-        wanted: list[BlockId] = []
-        for column in columns:
-            if self._inputs.base is not None:
-                wanted.extend(self._run(self._inputs.base.tensor, column))
-            for index in range(len(self._inputs.experts)):
-                if column in self._selected[index]:
-                    wanted.extend(block for block, _ in self._differing(index, column))
-        return wanted
+        return [block for column in columns for block in self._reads(column).wanted()]
 
     def read(self, column: int) -> Column:
         """One column, in the work dtype, on the device.
@@ -184,57 +195,50 @@ class DeltaIterator:
         Raises:
             IntegrityError: a block is missing or damaged.
         """
-        start = column * self._tensor.column_elements
+        start, reads = column * self._tensor.column_elements, self._reads(column)
         base_data: dict[BlockId, bytes] = {}
         base = None
         if self._inputs.base is not None:
-            blocks = self._inputs.base.tensor
-            self._ledger.base(column_blocks(blocks, column, self._tensor.column_elements, None))
-            run = self._run(blocks, column)
-            base_data = self._read(run, "the base")
-            base = to_torch(_joined(run, base_data), blocks.dtype, self._work).to(self._device)
-        experts = [self._expert(index, column, base, base_data) for index in range(len(self._inputs.experts))]
+            dtype = self._inputs.base.tensor.dtype
+            self._ledger.base(reads.base)
+            base_data = self._read(reads.base_run, "the base")
+            base = to_torch(_joined(reads.base_run, base_data), dtype, self._work).to(self._device)
+        experts = [self._expert(index, reads, base, base_data) for index in range(len(self._inputs.experts))]
         return Column(start, base, experts)
 
     @contextmanager
-    def view(self, column: int) -> Iterator[BitsColumn]:
-        """One column as bit patterns in the work dtype (one of `BIT_TYPES`); without a copy if that is how it is stored.
+    def view(self, columns: Sequence[int]) -> Iterator[list[BitsColumn]]:
+        """Columns as bit patterns in the work dtype (one of `BIT_TYPES`); without a copy if that is how they are stored.
 
         The arrays rest on the store's map, and are valid inside the `with` block.
 
         Raises:
             IntegrityError: a block is missing or damaged.
         """
-        start = column * self._tensor.column_elements
-        base = self._inputs.base
-        base_run: tuple[BlockId, ...] = ()
-        if base is not None:
-            self._ledger.base(column_blocks(base.tensor, column, self._tensor.column_elements, None))
-            base_run = self._run(base.tensor, column)
-        wanted = dict.fromkeys(base_run)
-        runs: list[tuple[BlockId, ...] | None] = []
-        for index, expert in enumerate(self._inputs.experts):
-            differing = self._differing(index, column)
-            if differing and column in self._selected[index]:
-                self._ledger.expert(differing)
-                runs.append(self._run(expert.tensor, column))
-                wanted.update(dict.fromkeys(block for block, _ in differing))
-            else:
-                runs.append(None if differing else ())
+        wanted: dict[BlockId, None] = {}
+        for reads in map(self._reads, columns):
+            self._ledger.base(reads.base)
+            for blocks in reads.experts:
+                self._ledger.expert(blocks)
+            wanted.update(reads.wanted())
         try:
             with self._reader.view(list(wanted), self._tensor.name) as payloads:
                 data = dict(zip(wanted, payloads, strict=True))
-                values = None if base is None else self._bits(base_run, data, base.tensor.dtype)
-                experts = [
-                    # No blocks of its own: it is the base here.
-                    None if run is None else self._bits(run, data, expert.tensor.dtype) if run else values
-                    for expert, run in zip(self._inputs.experts, runs, strict=True)
-                ]
-                numel = min(self._tensor.column_elements, self._tensor.numel - start)
-                yield BitsColumn(start, numel, values, experts)
+                yield [self._bits_column(column, data) for column in columns]
         except IntegrityError:
-            self.read(column)  # says whose block it is
+            for column in columns:
+                self.read(column)  # says whose block it is
             raise
+
+    def _bits_column(self, column: int, data: Mapping[BlockId, memoryview]) -> BitsColumn:
+        start, reads, base = column * self._tensor.column_elements, self._reads(column), self._inputs.base
+        values = None if base is None else self._bits(reads.base_run, data, base.tensor.dtype)
+        experts = [
+            # No blocks of its own: it is the base here.
+            None if run is None else self._bits(run, data, expert.tensor.dtype) if own else values
+            for expert, run, own in zip(self._inputs.experts, reads.runs, reads.experts, strict=True)
+        ]
+        return BitsColumn(start, min(self._tensor.column_elements, self._tensor.numel - start), values, experts)
 
     def _bits(self, run: tuple[BlockId, ...], data: Mapping[BlockId, memoryview], dtype: str) -> Bits:
         work = self._work
@@ -244,26 +248,41 @@ class DeltaIterator:
         return converted(np.frombuffer(buffer, TYPES[dtype]), dtype, work).view(BIT_TYPES[work])
 
     def _expert(
-        self, index: int, column: int, base: torch.Tensor | None, base_data: dict[BlockId, bytes]
+        self, index: int, reads: _Reads, base: torch.Tensor | None, base_data: dict[BlockId, bytes]
     ) -> torch.Tensor | None:
-        if not self._is_read(index, column):
+        run, own = reads.runs[index], reads.experts[index]
+        if run is None:
             return None
-        expert = self._inputs.experts[index].tensor
-        differing = self._differing(index, column)
-        if not differing:
+        if not own:
             return base
-        self._ledger.expert(differing)
+        self._ledger.expert(own)
         model = self._tensor.experts[index][0]
-        data = self._read([block for block, _ in differing], self._plan.models[model].name)
-        return to_torch(_joined(self._run(expert, column), base_data | data), expert.dtype, self._work).to(self._device)
+        data = self._read([block for block, _ in own], self._plan.models[model].name)
+        dtype = self._inputs.experts[index].tensor.dtype
+        return to_torch(_joined(run, base_data | data), dtype, self._work).to(self._device)
 
-    def _is_read(self, index: int, column: int) -> bool:
-        """Whether an expert takes part in a column: the plan lists it, or it equals the base there at no cost."""
-        return column in self._selected[index] or not self._differing(index, column)
+    def _reads(self, column: int) -> _Reads:
+        found = self._known.get(column)
+        if found is None:
+            found = self._known[column] = self._find(column)
+        return found
 
-    def _differing(self, index: int, column: int) -> list[tuple[BlockId, int]]:
-        expert = self._inputs.experts[index].tensor
-        return column_blocks(expert, column, self._tensor.column_elements, self._inputs.base)
+    def _find(self, column: int) -> _Reads:
+        base, elements = self._inputs.base, self._tensor.column_elements
+        runs: list[tuple[BlockId, ...] | None] = []
+        experts: list[tuple[tuple[BlockId, int], ...]] = []
+        for expert, selected in zip(self._inputs.experts, self._selected, strict=True):
+            own = tuple(column_blocks(expert.tensor, column, elements, base))
+            # An expert takes part in a column if the plan lists it, or if it equals the base there, at no cost.
+            listed = column in selected
+            runs.append(self._run(expert.tensor, column) if listed or not own else None)
+            experts.append(own if listed else ())
+        return _Reads(
+            () if base is None else self._run(base.tensor, column),
+            tuple(runs),
+            () if base is None else tuple(column_blocks(base.tensor, column, elements, None)),
+            tuple(experts),
+        )
 
     def _run(self, tensor: Tensor, column: int) -> tuple[BlockId, ...]:
         width = blocks_per_column(tensor, self._tensor.column_elements)

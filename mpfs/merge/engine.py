@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from mpfs.errors import MPFSError
 from mpfs.merge.conversion import TYPES, converted
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks
 from mpfs.merge.kernels.backend import kernels
 from mpfs.merge.kernels.columns import BitsColumns
-from mpfs.merge.kernels.stored import StoredColumns
+from mpfs.merge.kernels.stored import StoredColumns, in_parts
 from mpfs.merge.magnitudes import Counted, Histograms
 from mpfs.merge.numeric import to_bytes
 from mpfs.merge.operators import Column, Prepared, TensorContext, get_operator
@@ -33,7 +35,7 @@ from mpfs.objects.dtypes import itemsize
 from mpfs.objects.encoding import encode
 from mpfs.objects.progress import Progress
 from mpfs.stats.staging import stage_block
-from mpfs.store import ObjectReader, Store, WriteFigures, Writer
+from mpfs.store import ObjectReader, StagedBlock, Store, WriteFigures, Writer
 from mpfs.store.pairs import Pair, PairRecord, PairTable
 
 FIXED_MEMORY = 512 << 20
@@ -63,11 +65,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A column on its way."""
+    """Columns of a tensor on their way."""
 
     job: Job
-    column: int
-    result: Future[Result]
+    columns: Sequence[int]
+    results: Future[list[Result]]
 
 
 def execute(plan: Plan, store: Store, writer: Writer, options: MergeOptions) -> Outcome:
@@ -124,15 +126,17 @@ class Execution(Reusing):
 
     def run(self, progress: Progress | None) -> Outcome:
         total = sum(computed_bytes(tensor) for tensor in self.plan.tensors if tensor.action == "compute")
-        done = self._finish_known()
+        done, waiting = self._finish_known(), 0
         if done and progress is not None:
             progress(done, total)
         queue: deque[_InFlight] = deque()
 
         def finish_one() -> None:
-            nonlocal done
+            nonlocal done, waiting
             item = queue.popleft()
-            done += self.finish(item.job, item.column, item.result.result())
+            waiting -= len(item.columns)
+            for column, result in zip(item.columns, item.results.result(), strict=True):
+                done += self.finish(item.job, column, result)
             if progress is not None:
                 progress(done, total)
 
@@ -146,16 +150,18 @@ class Execution(Reusing):
                         if unknown:
                             window = self._window(job)
                             job.columns.prefetch(unknown)
-                        for column, found in zip(columns, known, strict=True):
-                            while len(queue) >= window:
+                        for part in in_parts(list(zip(columns, known, strict=True)), window):
+                            while queue and waiting + len(part) > window:
                                 finish_one()
-                            queue.append(_InFlight(job, column, executor.submit(self.column, job, column, found)))
+                            waiting += len(part)
+                            numbers = [column for column, _ in part]
+                            queue.append(_InFlight(job, numbers, executor.submit(self.columns, job, part)))
                 while queue:
                     finish_one()
             finally:
                 self.stopping.set()
                 for item in queue:
-                    item.result.cancel()
+                    item.results.cancel()
         return self.finished()
 
     def _finish_known(self) -> int:
@@ -282,35 +288,40 @@ class Execution(Reusing):
         """The same for operators."""
         return iter(columns)
 
-    def column(self, job: Job, column: int, known: Result) -> Result:
-        """On a worker thread: compute a column's result, unless it is known."""
-        if known.reused is not None:
-            return known
-        data = self._merged(job, column)
-        size = self.plan.block_size
-        first = column * job.tensor.column_elements
-        per_block = size // itemsize(job.tensor.dtype)
-        staged = []
-        for offset in range(0, len(data), size):
-            staged.append(stage_block(data[offset : offset + size], job.tensor.dtype, first))
-            first += per_block
-        return Result(known.key, None, tuple(staged))
-
-    def _merged(self, job: Job, column: int) -> bytes:
-        """The bytes of a merged column."""
-        path = self._path(job)
+    def columns(self, job: Job, wanted: Sequence[tuple[int, Result]]) -> list[Result]:
+        """On a worker thread: compute columns' results, unless they are known."""
+        unknown = [column for column, known in wanted if known.reused is None]
+        path = self._path(job) if unknown else None
+        staged: dict[int, tuple[StagedBlock, ...]] = {}
         if path is None:
-            self.torch.on_this_thread()
-            inputs = job.columns.read(column)
-            if not job.tensor.experts and inputs.base is not None:
-                # Nothing to merge: it only changes its dtype.
-                return to_bytes(inputs.base, job.tensor.dtype)
-            merged = job.operator.apply(job.context, job.parameters, job.prepared, inputs)
-            return to_bytes(merged, job.tensor.dtype)
-        with job.columns.view(column) as bits:
-            result = path.apply(job.prepared, bits)
-        work = job.context.work
-        return converted(result.view(TYPES[work]), work, job.tensor.dtype).tobytes()
+            for column in unknown:
+                staged[column] = self._stage(job, column, memoryview(self._by_torch(job, column)))
+        else:
+            work = job.context.work
+            with job.columns.view(unknown) as views:
+                for column, bits in zip(unknown, views, strict=True):
+                    merged = converted(path.apply(job.prepared, bits).view(TYPES[work]), work, job.tensor.dtype)
+                    staged[column] = self._stage(job, column, merged.view(np.uint8).data)
+        return [Result(known.key, None, staged[column]) if known.reused is None else known for column, known in wanted]
+
+    def _by_torch(self, job: Job, column: int) -> bytes:
+        """The bytes of a merged column."""
+        self.torch.on_this_thread()
+        inputs = job.columns.read(column)
+        if not job.tensor.experts and inputs.base is not None:
+            # Nothing to merge: it only changes its dtype.
+            return to_bytes(inputs.base, job.tensor.dtype)
+        merged = job.operator.apply(job.context, job.parameters, job.prepared, inputs)
+        return to_bytes(merged, job.tensor.dtype)
+
+    def _stage(self, job: Job, column: int, data: memoryview) -> tuple[StagedBlock, ...]:
+        """A merged column as blocks."""
+        size = self.plan.block_size
+        first, per_block = column * job.tensor.column_elements, size // itemsize(job.tensor.dtype)
+        return tuple(
+            stage_block(data[offset : offset + size], job.tensor.dtype, first + offset // size * per_block)
+            for offset in range(0, len(data), size)
+        )
 
     def finish(self, job: Job, column: int, result: Result) -> int:
         """On the calling thread: stage a column's result; the bytes of output that this makes."""

@@ -7,7 +7,7 @@ from mpfs.stats.block import block_stats
 from mpfs.store import StagedBlock, Writer
 
 
-def stage_block(data: bytes, dtype: str, first: int) -> StagedBlock:
+def stage_block(data: bytes | memoryview, dtype: str, first: int) -> StagedBlock:
     """Name a block and take its statistics; `first` is the index of its first element within its tensor."""
     return StagedBlock(block_id(data), data, dtype, first, block_stats(data, dtype, first).tobytes())
 

@@ -66,13 +66,29 @@ def footprint(size: int) -> int:
 def read_ahead(environment: Environment, blocks: Sequence[BlockId]) -> None:
     """Ask the disk for blocks, as far as their places are known. Never fails for a bad hint."""
     with environment.read() as txn:
-        for block in blocks:
-            record = txn.get("block_info", block)
-            if record is not None:
-                with suppress(ValueError, OSError, OverflowError):
-                    info = BlockInfo.unpack(record)
-                    if info.offset is not None:
-                        environment.prefetch(info.offset, info.stored_size)
+        records = txn.get_many("block_info", blocks)
+    places: list[tuple[int, int]] = []
+    for record in records.values():
+        with suppress(ValueError):
+            info = BlockInfo.unpack(record)
+            if info.offset is not None:
+                places.append((info.offset, info.offset + info.stored_size))
+    places.sort()
+    # Neighbours are asked for together: nothing but the end of one's page and the next one's header is between them.
+    start = end = -1
+    for first, last in places:
+        if start >= 0 and end <= first <= end + _PAGE:
+            end = last
+            continue
+        _ask(environment, start, end)
+        start, end = first, last
+    _ask(environment, start, end)
+
+
+def _ask(environment: Environment, start: int, end: int) -> None:
+    if start >= 0:
+        with suppress(OSError, OverflowError, ValueError):
+            environment.prefetch(start, end - start)
 
 
 class BlockReader:

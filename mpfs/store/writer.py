@@ -35,10 +35,11 @@ BATCH_BYTES = UNSYNCED_BYTES // 2
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
-    """A block to be stored: its id, raw bytes, and the statistics of one place where it occurs."""
+    """A block to be stored: its id, raw bytes (which must not change any more), and the statistics of one place where it
+    occurs."""
 
     block: BlockId
-    data: bytes
+    data: bytes | memoryview
     dtype: str
     first_element: int
     stats: bytes
@@ -319,7 +320,7 @@ def _put_block(txn: Transaction, staged: StagedBlock) -> bool:
         size = len(staged.data)
         txn.put("blocks", staged.block, staged.data)
         txn.put("block_info", staged.block, BlockInfo(RAW, size, size, None, int(clock.time())).pack())
-    elif bytes(existing) != staged.data:
+    elif bytes(existing) != bytes(staged.data):
         # XXH3 is fast, not collision resistant: an id alone never makes two blocks the same.
         raise IntegrityError(
             f"block {staged.block.hex()}: other bytes are stored under this id (a damaged block, or a hash collision); "

@@ -99,6 +99,9 @@ class Columns:
                 )
             )
 
+    def numbers(self) -> list[int]:
+        return list(range(len(self.columns)))
+
     def map(self, function: Callable[[BitsColumn], _T], only: Container[int] | None = None) -> Iterator[tuple[int, _T]]:
         for number, column in enumerate(self.columns):
             if only is None or number in only:

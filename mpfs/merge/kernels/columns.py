@@ -39,6 +39,9 @@ class BitsColumn:
 class BitsColumns(Protocol):
     """The columns of one tensor of which something is read."""
 
+    def numbers(self) -> list[int]:
+        """Their numbers, in order."""
+
     def map(
         self, function: Callable[[BitsColumn], _Result], only: Container[int] | None = None
     ) -> Iterator[tuple[int, _Result]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from typing import TypeVar
 
@@ -12,6 +12,11 @@ from mpfs.merge.delta import DeltaIterator
 from mpfs.merge.kernels.columns import BitsColumn
 
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
+
+
+TOGETHER = 4
+"""Columns that one thread takes at a time: so many share a transaction and a hand-over between threads."""
 
 
 class StoredColumns:
@@ -27,36 +32,49 @@ class StoredColumns:
         self._window = window
         self._stopping = stopping
 
+    def numbers(self) -> list[int]:
+        """See `BitsColumns`."""
+        return [number for batch in self._columns.batches() for number in batch]
+
     def map(
         self, function: Callable[[BitsColumn], _Result], only: Container[int] | None = None
     ) -> Iterator[tuple[int, _Result]]:
         """See `BitsColumns`."""
-        pending: deque[tuple[int, Future[_Result]]] = deque()
+        pending: deque[tuple[Sequence[int], Future[list[_Result]]]] = deque()
+        waiting = 0
         try:
             for batch in self._columns.batches():
                 wanted = [number for number in batch if only is None or number in only]
                 self._columns.prefetch(wanted)
-                for number in wanted:
-                    if len(pending) >= self._window:
-                        first, result = pending.popleft()
-                        yield first, result.result()
-                    pending.append((number, self._executor.submit(self._one, number, function)))
+                for numbers in in_parts(wanted, self._window):
+                    while waiting + len(numbers) > self._window and pending:
+                        first, results = pending.popleft()
+                        waiting -= len(first)
+                        yield from zip(first, results.result(), strict=True)
+                    waiting += len(numbers)
+                    pending.append((numbers, self._executor.submit(self._several, numbers, function)))
             while pending:
-                first, result = pending.popleft()
-                yield first, result.result()
+                first, results = pending.popleft()
+                yield from zip(first, results.result(), strict=True)
         finally:
-            for _, result in pending:
-                result.cancel()
+            for _, results in pending:
+                results.cancel()
 
     def in_order(self, function: Callable[[BitsColumn], None]) -> None:
         """See `BitsColumns`."""
         for batch in self._columns.batches():
             self._columns.prefetch(batch)
-            for number in batch:
-                self._one(number, function)
+            for numbers in in_parts(batch, TOGETHER):
+                self._several(numbers, function)
 
-    def _one(self, number: int, function: Callable[[BitsColumn], _Result]) -> _Result:
+    def _several(self, numbers: Sequence[int], function: Callable[[BitsColumn], _Result]) -> list[_Result]:
         if self._stopping.is_set():
             raise CancelledError
-        with self._columns.view(number) as column:
-            return function(column)
+        with self._columns.view(numbers) as columns:
+            return [function(column) for column in columns]
+
+
+def in_parts(numbers: Sequence[_Item], window: int) -> list[Sequence[_Item]]:
+    """What threads take at a time, in order, where at most `window` may be in work."""
+    size = max(1, min(TOGETHER, window // 4))
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]

@@ -33,6 +33,10 @@ class _Twice:
         """Elements of all columns, once all have been passed over; of those that were, before."""
         return sum(self._sizes.values())
 
+    def numbers(self) -> list[int]:
+        """See `BitsColumns`."""
+        return self._columns.numbers()
+
     def map(
         self, function: Callable[[BitsColumn], _Result], only: Container[int] | None = None
     ) -> Iterator[tuple[int, _Result]]:
@@ -98,11 +102,11 @@ class EndCounts:
         self._gaps = self._numel - self._columns.numel
         return {i: count + (0 if patterns[i] else self._gaps) for i, count in found.items()}
 
-    def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    def cutoffs(self, wanted: Mapping[int, tuple[int, int, int]]) -> dict[int, int]:
         """See `Counts`."""
-        asked = {i: (self._pattern(i, pattern), number) for i, (pattern, number) in wanted.items()}
+        asked = {i: (self._pattern(i, pattern), number, total) for i, (pattern, number, total) in wanted.items()}
         # Zeros are also where nothing is streamed, which only a pass of its own tells.
-        zeros = {i: number for i, (pattern, number) in asked.items() if pattern == 0 and self._gaps != 0}
+        zeros = {i: number for i, (pattern, number, _) in asked.items() if pattern == 0 and self._gaps != 0}
         found = self._zeros_end(zeros) if zeros else {}
         alone = {i: asked[i] for i in asked if i not in zeros and self._counted_as.get(i, i) == i}
         found |= self._counts.cutoffs(alone) if alone else {}

@@ -6,7 +6,7 @@ the few elements at the end of a float32 tensor whose experts torch sums in an o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from mpfs.merge.kernels.backend import Kernels
 from mpfs.merge.kernels.columns import BIT_TYPES, NAN, Bits, BitsColumn, BitsColumns, Largest, Rule, Whole
 from mpfs.merge.operators.base import Column, Operator, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.magnitude import LAYOUTS, Threshold, magnitude
+from mpfs.merge.operators.places import Place, narrow_all
 from mpfs.merge.operators.scalars import first_dealt
 from mpfs.merge.random import keep_limit
 from mpfs.stats.accumulators import fold_lanes
@@ -116,6 +117,7 @@ class TaskVectorPath:
         self._divide = divide
         self._divisor = divisor
         self._scale = scale
+        self._ruled: tuple[Prepared, Sequence[Rule]] | None = None
 
     def prepare(self, columns: BitsColumns) -> Prepared:
         """The operator's scalars."""
@@ -132,7 +134,7 @@ class TaskVectorPath:
         result = self._kernels.task_vector(
             self._context.work,
             column,
-            self._rules(prepared),
+            self._rules_of(prepared),
             self._weights,
             elects=self._elects,
             divide=self._divide,
@@ -144,6 +146,13 @@ class TaskVectorPath:
             if low < column.numel:
                 result[low:] = self._reference(prepared, column, low)
         return result
+
+    def _rules_of(self, prepared: Prepared) -> Sequence[Rule]:
+        """The same for all columns, so they are made once."""
+        known = self._ruled
+        if known is None or known[0] is not prepared:
+            known = self._ruled = (prepared, self._rules(prepared))
+        return known[1]
 
     def _reference(self, prepared: Prepared, column: BitsColumn, low: int) -> Bits:
         """The elements from `low` on, by the operator itself."""
@@ -214,41 +223,53 @@ class KernelCounts:
                 self._equal[i].append((number, count))
         return {i: sum(count for _, count in self._equal[i]) for i in wanted}
 
-    def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    def cutoffs(self, wanted: Mapping[int, tuple[int, int, int]]) -> dict[int, int]:
         """See `Counts`."""
-        uncounted = {i: p for i, (p, _) in wanted.items() if i not in self._experts and i not in self._equal}
-        if uncounted:
-            self.equal(uncounted)
-        return {i: self._cutoff(i, pattern, number) for i, (pattern, number) in wanted.items()}
+        places = [self._place(i, *asked) for i, asked in wanted.items()]
+        narrow_all(places, self._count)
+        found: dict[int, int] = {}
+        for number in dict.fromkeys(place.columns[0] for place in places):
+            here = [place for place in places if place.columns[0] == number]
+            for place, end in zip(here, self._ends(here, number), strict=True):
+                found[place.expert] = end
+        return found
 
-    def _cutoff(self, expert: int, pattern: int, wanted: int) -> int:
-        for number, here in self._equal.get(expert, ()):
-            if here >= wanted:
-                return self._cutoff_in([number], expert, pattern, wanted)
-            wanted -= here
-        place = -1 if expert in self._equal else self._experts.index(expert)
-        for numbers, counts in self._groups if place >= 0 else ():
-            here = int(counts[place, pattern % counts.shape[1]])
-            if here >= wanted:
-                return self._cutoff_in(numbers, expert, pattern, wanted)
-            wanted -= here
+    def _place(self, expert: int, pattern: int, wanted: int, total: int) -> Place:
+        """Where to look, as far as it was counted."""
+        counted = [([number], count) for number, count in self._equal.get(expert, ())]
+        if not counted and expert in self._experts:
+            row = self._experts.index(expert)
+            counted = [(numbers, int(counts[row, pattern % counts.shape[1]])) for numbers, counts in self._groups]
+        if not counted:
+            return Place(expert, pattern, wanted, total, self._columns.numbers())
+        for numbers, count in counted:
+            if wanted <= count:
+                return Place(expert, pattern, wanted, count, numbers)
+            wanted -= count
         raise ValueError("there are fewer elements than are wanted")
 
-    def _cutoff_in(self, numbers: Sequence[int], expert: int, pattern: int, wanted: int) -> int:
-        last = numbers[0]
-        if len(numbers) > 1:
-            for number, (count, _) in self._columns.map(
-                lambda column: self._kernels.find_equal(self._dtype, column, expert, pattern), frozenset(numbers)
-            ):
-                last = number
-                if count >= wanted:
-                    break
-                wanted -= count
-        ((_, (start, place)),) = self._columns.map(
-            lambda column: (column.start, self._kernels.find_equal(self._dtype, column, expert, pattern, wanted)[1]),
-            {last},
-        )
-        return start + place
+    def _count(self, places: Sequence[Place], numbers: Collection[int]) -> dict[int, list[int]]:
+        """How many elements of some columns have the places' patterns."""
+
+        def count(column: BitsColumn) -> list[int]:
+            return [self._kernels.find_equal(self._dtype, column, item.expert, item.pattern)[0] for item in places]
+
+        return dict(self._columns.map(count, numbers))
+
+    def _ends(self, places: Sequence[Place], number: int) -> list[int]:
+        """The indices after elements that lie in one column."""
+
+        def find(column: BitsColumn) -> list[int]:
+            found = [
+                self._kernels.find_equal(self._dtype, column, item.expert, item.pattern, item.wanted)[1]
+                for item in places
+            ]
+            if min(found) < 0:
+                raise ValueError("there are fewer elements than are wanted")
+            return [column.start + end for end in found]
+
+        ((_, ends),) = self._columns.map(find, {number})
+        return ends
 
 
 def _together(groups: Sequence[tuple[list[int], NDArray[np.int64]]]) -> tuple[list[int], NDArray[np.int64]]:

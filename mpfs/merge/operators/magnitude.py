@@ -52,8 +52,9 @@ class Counts(Protocol):
     def equal(self, wanted: Mapping[int, int]) -> dict[int, int]:
         """For each expert, given a pattern, how many elements have it."""
 
-    def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-        """For each expert, given a pattern and how many elements that have it to keep: the index after the last."""
+    def cutoffs(self, wanted: Mapping[int, tuple[int, int, int]]) -> dict[int, int]:
+        """For each expert, given a pattern, how many elements that have it to keep, and how many have it: the index after
+        the last that is kept."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ def search_thresholds(
         if 0 < wanted < search.at:
             ties[i] = wanted
     if ties:
-        cutoffs = counts.cutoffs({i: (found[i].pattern, wanted) for i, wanted in ties.items()})
+        cutoffs = counts.cutoffs({i: (found[i].pattern, wanted, searches[i].at) for i, wanted in ties.items()})
         found.update((i, Threshold(found[i].pattern, cutoff)) for i, cutoff in cutoffs.items())
     return [found[i] for i in range(len(keep))]
 
@@ -339,8 +340,8 @@ class Streamed:
                     found[i] += int(np.count_nonzero(column == pattern))
         return found
 
-    def cutoffs(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-        remaining = {i: number for i, (_, number) in wanted.items()}
+    def cutoffs(self, wanted: Mapping[int, tuple[int, int, int]]) -> dict[int, int]:
+        remaining = {i: number for i, (_, number, _) in wanted.items()}
         found: dict[int, int] = {}
         for start, values in self._source(wanted.keys()):
             for i in list(remaining):

@@ -245,23 +245,26 @@ class SharedPasses:
         self._columns = columns
         self._gathering = gathering
 
+    def numbers(self) -> list[int]:
+        """See `BitsColumns`."""
+        return [number for batch in self._columns.batches() for number in batch]
+
     def map(
         self, function: Callable[[BitsColumn], _Result], only: Container[int] | None = None
     ) -> Iterator[tuple[int, _Result]]:
         """See `BitsColumns`."""
-        numbers = [number for batch in self._columns.batches() for number in batch if only is None or number in only]
+        numbers = [number for number in self.numbers() if only is None or number in only]
         return self._gathering.ask(self._columns, numbers, lambda number: self._one(number, function))
 
     def in_order(self, function: Callable[[BitsColumn], None]) -> None:
         """See `BitsColumns`."""
-        numbers = [number for batch in self._columns.batches() for number in batch]
         for _ in self._gathering.ask(
-            self._columns, numbers, lambda number: self._one(number, function), one_by_one=True
+            self._columns, self.numbers(), lambda number: self._one(number, function), one_by_one=True
         ):
             pass
 
     def _one(self, number: int, function: Callable[[BitsColumn], _Result]) -> _Result:
-        with self._columns.view(number) as column:
+        with self._columns.view([number]) as (column,):
             return function(column)
 
 

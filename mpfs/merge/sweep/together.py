@@ -271,7 +271,7 @@ class _Run:
                     results.append(Result(item.known.key, blocks))
                     continue
                 try:
-                    result = item.member.column(item.job, item.column, item.known)
+                    [result] = item.member.columns(item.job, [(item.column, item.known)])
                 except Exception as error:
                     results.append(error)
                     continue
