@@ -257,8 +257,9 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
             check_device(device)
         options = MergeOptions(reuse, verify_fidelity, memory, threads, progress, allow_nonfinite, check_space, device)
         if isinstance(recipe, Plan):
-            check_foreign_plan(self._store, recipe)
-            return run_plan(self._store, recipe, into, message=message, author=self._author, options=options)
+            with self._store.objects.remembering():
+                check_foreign_plan(self._store, recipe)
+                return run_plan(self._store, recipe, into, message=message, author=self._author, options=options)
         documents, folder = read_documents(recipe)
         branches = branches_of(documents, into, self._store)
         *before, report = merge_documents(

@@ -5,27 +5,22 @@ Each bounds the expert bytes of some tensors of some models, or says how close t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpfs.errors import BudgetInfeasibleError, FidelityInfeasibleError
 from mpfs.merge.bounded import Limit, choose_bounded
-from mpfs.merge.differing import blocks_in
+from mpfs.merge.distinct import Merged
 from mpfs.merge.planner import BoolArray, Choice, Policy, choose, rank
 from mpfs.merge.recipe import Recipe
 from mpfs.merge.recipe.budget import BudgetRule
-from mpfs.merge.weighing import Weighed
-from mpfs.objects import BlockId, Bound, Budget, ModelRef
+from mpfs.objects import Bound, Budget, ModelRef
 
 _ROUNDS = 8
 """How often a budget is given out again that blocks in several places have left over."""
-
-Merged: TypeAlias = dict[str, Weighed]
-"""What is merged, by the output's names, in order."""
 
 Chosen: TypeAlias = dict[str, Choice]
 """What is read of each."""
@@ -83,8 +78,7 @@ def bounds_of(weighed: Merged, recipe: Recipe, models: Sequence[ModelRef], choic
 
 def _full(weighed: Merged, rules: Sequence[_Rule]) -> list[int]:
     """What a merge without budgets reads, under each rule."""
-    everything = {name: np.asarray(item.candidates.cost > 0, bool) for name, item in weighed.items()}
-    return [bytes_of(weighed, everything, rule.model, rule.names) for rule in rules]
+    return [weighed.distinct.nbytes(model=rule.model, names=rule.names) for rule in rules]
 
 
 def _bounds(weighed: Merged, rules: Sequence[_Rule], full: Sequence[int], choices: Chosen) -> tuple[Bound, ...]:
@@ -97,7 +91,7 @@ def _bounds(weighed: Merged, rules: Sequence[_Rule], full: Sequence[int], choice
             rule.rule.budget,
             nbytes,
             limit_of(rule.rule.budget, nbytes),
-            bytes_of(weighed, read, rule.model, rule.names),
+            weighed.distinct.nbytes(read, model=rule.model, names=rule.names),
         )
         for rule, nbytes in zip(rules, full, strict=True)
     )
@@ -107,12 +101,6 @@ def choose_all(weighed: Merged) -> Chosen:
     """Everything."""
     chosen = choose([item.candidates for item in weighed.values()])
     return dict(zip(weighed, chosen.tensors, strict=True))
-
-
-def distinct_bytes(weighed: Merged, choices: Chosen) -> int:
-    """Bytes of the distinct expert blocks that a choice reads."""
-    read = {name: choice.read for name, choice in choices.items()}
-    return bytes_of(weighed, read, None, frozenset(weighed))
 
 
 def choose_within(weighed: Merged, method: str, budget: Budget, limit: int | None, policy: Policy, seed: int) -> Chosen:
@@ -149,20 +137,6 @@ def limit_of(budget: Budget, full: int) -> int | None:
     return int(full * budget.value / 100.0) if budget.kind == "percent" else None
 
 
-def bytes_of(weighed: Merged, read: Mapping[str, BoolArray], model: int | None, names: frozenset[str]) -> int:
-    """Bytes of the distinct blocks that are read of a model (None: of all experts) for some tensors."""
-    sizes: dict[BlockId, int] = {}
-    for name, item in weighed.items():
-        if name not in names:
-            continue
-        for index in np.flatnonzero(read[name].any(axis=0)).tolist():
-            expert, source = item.inputs.experts[index]
-            if model is None or expert == model:
-                columns: NDArray[np.bool_] = read[name][:, index]
-                sizes.update(blocks_in(source.tensor, columns, item.inputs.column_elements, item.differing[index]))
-    return sum(sizes.values())
-
-
 class _Choosing:
     """The planner's choice under rules; the last rule is the budget of the whole merge."""
 
@@ -179,11 +153,10 @@ class _Choosing:
         self.rules = rules
         self.limits = limits
         self.greedy = policy == "energy"
-        forced = {name: item for name, item in weighed.items() if item.inputs.base is None}
+        forced = Merged({name: item for name, item in weighed.items() if item.inputs.base is None})
         self.free = {name: item for name, item in weighed.items() if item.inputs.base is not None}
         self.forced = choose_all(forced)
-        reads = {name: choice.read for name, choice in self.forced.items()}
-        self.required = [bytes_of(forced, reads, rule.model, rule.names) for rule in rules]
+        self.required = [forced.distinct.nbytes(model=rule.model, names=rule.names) for rule in rules]
         for rule, limit, required in zip(rules, limits, self.required, strict=True):
             if limit is not None and required > limit:
                 where = "" if rule.path == WHOLE else f"{_told(rule)}: "
@@ -247,16 +220,19 @@ class _Choosing:
 
     def _used(self, choices: Chosen) -> list[int]:
         read = {name: choice.read for name, choice in choices.items()}
-        return [bytes_of(self.weighed, read, rule.model, rule.names) for rule in self.rules]
+        return [self.weighed.distinct.nbytes(read, model=rule.model, names=rule.names) for rule in self.rules]
 
     def _counted(self, choices: Chosen, given: Sequence[int | None]) -> list[int | None]:
         """What the planner counts for a choice under each rule."""
         found: list[int | None] = []
         for rule, room in zip(self.rules, given, strict=True):
+            if room is None:
+                found.append(None)
+                continue
             total = 0
             for name, item in self.free.items():
                 total += int(item.candidates.cost[choices[name].read & self._cells(rule, name)].sum())
-            found.append(None if room is None else total)
+            found.append(total)
         return found
 
 

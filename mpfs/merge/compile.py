@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mpfs.errors import UsageError
 from mpfs.merge.bounds import Chosen, choose_all, choose_under, choose_within, limit_of
 from mpfs.merge.differing import BlockRuns, blocks_in
-from mpfs.merge.distinct import Distinct
+from mpfs.merge.distinct import Merged
 from mpfs.merge.inputs import Fit, TensorInputs, keeps_value
 from mpfs.merge.magnitudes import Histograms
 from mpfs.merge.models import Model, ModelTensor
@@ -65,9 +65,8 @@ def compile_plan(
     """
     check_budget(budget)
     weigher = Weigher(reader, pairs)
-    weighed = {item.inputs.name: item for item in weigher.weigh(fitted.tensors, operator)}
-    distinct = Distinct(weighed)
-    full = distinct.nbytes()
+    weighed = Merged({item.inputs.name: item for item in weigher.weigh(fitted.tensors, operator)})
+    full = weighed.distinct.nbytes()
     limit = limit_of(budget, full)
     bounds: tuple[Bound, ...] = ()
     if recipe.has_budgets:
@@ -77,7 +76,7 @@ def compile_plan(
         choices = choose_within(weighed, operator.name, budget, limit, policy, seed)
     else:
         choices = choose_all(weighed)
-    planned = distinct.nbytes({name: choice.read for name, choice in choices.items()})
+    planned = weighed.distinct.nbytes({name: choice.read for name, choice in choices.items()})
     histograms = weigher.histograms
     plan = write_plan(
         recipe, models, fitted, operator, choices, full, planned, block_size, budget, policy, seed, histograms

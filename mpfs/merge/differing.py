@@ -91,11 +91,7 @@ def differing_blocks(expert: Tensor, base: Tensor | None) -> Iterator[tuple[Bloc
     return compress(expert.sized_blocks(), BlockRuns([expert]).differing([base]).tolist())
 
 
-def blocks_in(
-    tensor: Tensor, columns: BoolArray, column_elements: int, wanted: BoolArray | None = None
-) -> Iterator[tuple[BlockId, int]]:
-    """The blocks (with sizes) of the marked columns of a tensor, of those that are wanted."""
+def blocks_in(tensor: Tensor, columns: BoolArray, column_elements: int) -> Iterator[tuple[BlockId, int]]:
+    """The blocks (with sizes) of the marked columns of a tensor."""
     inside = np.repeat(columns, blocks_per_column(tensor, column_elements))[: len(tensor.blocks)]
-    if wanted is not None:
-        inside = inside & wanted
     return compress(zip(tensor.blocks, BlockRuns([tensor]).sizes.tolist(), strict=True), inside.tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,17 @@ from mpfs.merge.differing import BlockRuns, BoolArray, IntArray, numbered
 from mpfs.merge.weighing import Weighed
 
 
+class Merged(dict[str, Weighed]):
+    """What is merged, by the output's names, in order."""
+
+    @cached_property
+    def distinct(self) -> Distinct:
+        """What could be read of it, once nothing is added any more."""
+        return Distinct(self)
+
+
 class Distinct:
-    """The experts' blocks that are not the base's, of all tensors of a merge.
+    """The experts' blocks that could be read, of all tensors of a merge: those that are not the base's, and cost something.
 
     They are told apart by numbers; a block in several places has one number and several entries. An entry lies in a cell of
     the choices: a column and an expert of a tensor.
@@ -23,16 +33,20 @@ class Distinct:
         items = list(weighed.values())
         widths = [len(item.inputs.experts) for item in items]
         starts = np.cumsum([0, *(item.candidates.cost.size for item in items)])
+        costly = np.concatenate([np.zeros(0, bool), *(item.candidates.cost.reshape(-1) > 0 for item in items)])
         ids, sizes, cells, tensors, models = [], [], [], [], []
         for expert in range(max(widths, default=0)):
             some = [index for index, width in enumerate(widths) if expert < width]
             blocks = BlockRuns([items[index].inputs.experts[expert][1].tensor for index in some])
             entries = np.flatnonzero(np.concatenate([items[index].differing[expert] for index in some]))
-            own = np.array(some, np.int64)[blocks.runs.of[entries]]
             columns = blocks.columns([items[index].inputs.column_elements for index in some])[entries]
+            own = np.array(some, np.int64)[blocks.runs.of[entries]]
+            cell = starts[own] + columns * np.array(widths, np.int64)[own] + expert
+            worth = costly[cell]
+            entries, own, cell = entries[worth], own[worth], cell[worth]
             ids.append(blocks.ids[entries])
             sizes.append(blocks.sizes[entries])
-            cells.append(starts[own] + columns * np.array(widths, np.int64)[own] + expert)
+            cells.append(cell)
             tensors.append(own)
             model_of = np.array([items[index].inputs.experts[expert][0] for index in some], np.int64)
             models.append(model_of[blocks.runs.of[entries]])

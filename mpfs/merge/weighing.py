@@ -26,7 +26,7 @@ from mpfs.stats.estimate import base_products
 from mpfs.stats.norms import with_norms
 from mpfs.stats.segments import Segments
 from mpfs.stats.shrink import shrink_gram
-from mpfs.stats.stored import column_records
+from mpfs.stats.stored import column_records_of
 from mpfs.store import BlockReader
 from mpfs.store.pairs import PairTable
 
@@ -163,13 +163,12 @@ class Weigher:
             if inputs.base is None:
                 continue
             base = inputs.base
-            origin[rows] = column_records(self._reader, base.tensor, inputs.column_elements, base.identity)
+            own = [item for _, item in inputs.experts if item.identity != base.identity]
+            asked = [(item.tensor, item.identity) for item in (base, *own)]
+            origin[rows], *found = column_records_of(self._reader, asked, inputs.column_elements)
+            rest = iter(found)
             for expert, (_, item) in enumerate(inputs.experts):
-                if item.identity == base.identity:
-                    records[expert, rows] = origin[rows]
-                else:
-                    found = column_records(self._reader, item.tensor, inputs.column_elements, item.identity)
-                    records[expert, rows] = found
+                records[expert, rows] = origin[rows] if item.identity == base.identity else next(rest)
         return origin, records
 
 

@@ -5,6 +5,8 @@ The one module here that reads the store; the functions that it feeds stay pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mpfs.errors import IntegrityError
@@ -25,7 +27,10 @@ def block_records(reader: BlockReader, tensor: Tensor, identity: ObjectId | None
     Raises:
         IntegrityError: one is missing.
     """
-    found = reader.stats(tensor, identity)
+    return _records(tensor, reader.stats(tensor, identity))
+
+
+def _records(tensor: Tensor, found: bytes) -> Records:
     if len(found) != RECORD.itemsize * len(tensor.blocks):
         raise IntegrityError(
             f"{len(found):,} bytes of statistics are not {len(tensor.blocks):,} records of {RECORD.itemsize:,} bytes; "
@@ -43,7 +48,21 @@ def column_records(
     reader: BlockReader, tensor: Tensor, column_elements: int, identity: ObjectId | None = None
 ) -> Records:
     """The records of a tensor's columns, shape (columns,); see `block_records`."""
-    records = block_records(reader, tensor, identity)
+    return _in_columns(block_records(reader, tensor, identity), tensor, column_elements)
+
+
+def column_records_of(
+    reader: BlockReader, tensors: Sequence[tuple[Tensor, ObjectId | None]], column_elements: int
+) -> list[Records]:
+    """The same for several tensors with their ids, in one transaction."""
+    found = reader.stats_of(tensors)
+    return [
+        _in_columns(_records(tensor, payload), tensor, column_elements)
+        for (tensor, _), payload in zip(tensors, found, strict=True)
+    ]
+
+
+def _in_columns(records: Records, tensor: Tensor, column_elements: int) -> Records:
     width = blocks_per_column(tensor, column_elements)
     if width == 1:
         return records

@@ -130,21 +130,32 @@ class BlockReader:
         Raises:
             IntegrityError: one is missing or damaged.
         """
+        return self.stats_of([(tensor, identity)])[0]
+
+    def stats_of(self, tensors: Sequence[tuple[Tensor, ObjectId | None]]) -> list[bytes]:
+        """The same for several tensors with their ids, in one transaction.
+
+        Raises:
+            IntegrityError: one is missing or damaged.
+        """
         with self._environment.read() as txn:
-            whole = packed(txn, tensor, identity)
-            if whole is not None:
-                return bytes(whole)
-            keys = stats_keys(tensor)
-            found = txn.get_many("stats", keys)
-        payloads, damaged = unseal_all(found)
-        if damaged is not None:
-            name = damaged[:16].hex()
-            raise IntegrityError(f"block {name}: its record of statistics is damaged: its checksum does not match")
-        try:
-            return b"".join([payloads[key] for key in keys])
-        except KeyError as error:
-            name = error.args[0][:16].hex()
-            raise IntegrityError(f"block {name}: its statistics are missing", block=name) from None
+            return [_stats(txn, tensor, identity) for tensor, identity in tensors]
+
+
+def _stats(txn: Transaction, tensor: Tensor, identity: ObjectId | None) -> bytes:
+    whole = packed(txn, tensor, identity)
+    if whole is not None:
+        return bytes(whole)
+    keys = stats_keys(tensor)
+    payloads, damaged = unseal_all(txn.get_many("stats", keys))
+    if damaged is not None:
+        name = damaged[:16].hex()
+        raise IntegrityError(f"block {name}: its record of statistics is damaged: its checksum does not match")
+    try:
+        return b"".join([payloads[key] for key in keys])
+    except KeyError as error:
+        name = error.args[0][:16].hex()
+        raise IntegrityError(f"block {name}: its statistics are missing", block=name) from None
 
 
 def _verified(txn: Transaction, block: BlockId, where: str) -> memoryview:

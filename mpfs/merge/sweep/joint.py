@@ -21,17 +21,16 @@ from numpy.typing import NDArray
 from mpfs.errors import UsageError
 from mpfs.merge.bounds import (
     Chosen,
-    Merged,
     bounds_of,
     choose_all,
     choose_under,
     choose_within,
-    distinct_bytes,
     limit_of,
 )
 from mpfs.merge.commit import Fitting
 from mpfs.merge.compile import check_budget, write_plan
 from mpfs.merge.differing import differing_blocks
+from mpfs.merge.distinct import Merged
 from mpfs.merge.inputs import TensorInputs
 from mpfs.merge.planner import BoolArray, Candidates, Policy, judge
 from mpfs.merge.recipe import Recipe
@@ -114,12 +113,12 @@ def plan_together(parts: Sequence[Part], weigher: Weigher, *, block_size: int, b
     check_budget(budget)
     allowed = [_allowed(part, weigher) for part in parts]
     units = _units(parts, allowed, weigher)
-    joint: Merged = {name: unit.weighed() for name, unit in units.items()}
-    limit = limit_of(budget, distinct_bytes(joint, choose_all(joint)))
+    joint = Merged({name: unit.weighed() for name, unit in units.items()})
+    limit = limit_of(budget, joint.distinct.nbytes())
     if any(mine is not None for mine in allowed):
-        joint = {name: unit.narrowed(joint[name]) for name, unit in units.items()}
+        joint = Merged({name: unit.narrowed(joint[name]) for name, unit in units.items()})
     chosen = choose_all(joint)
-    if limit is not None and limit < distinct_bytes(joint, chosen):
+    if limit is not None and limit < joint.distinct.nbytes():
         methods = ", ".join(dict.fromkeys(part.recipe.method for part in parts))
         chosen = choose_within(joint, methods, budget, limit, parts[0].policy, parts[0].seed)
     return [
@@ -137,7 +136,7 @@ def _allowed(part: Part, weigher: Weigher) -> Allowed | None:
     """
     if not part.recipe.has_budgets:
         return None
-    weighed: Merged = {item.inputs.name: item for _, item in _weighed(part, weigher)}
+    weighed = Merged({item.inputs.name: item for _, item in _weighed(part, weigher)})
     refs = [model.ref for model in part.fitting.models]
     method = part.fitting.operator.name
     choices, bounds = choose_under(weighed, part.recipe, refs, method, Budget(), part.policy, part.seed)
@@ -214,7 +213,7 @@ def _plan(
     limit: int | None,
 ) -> Plan:
     """The plan of one merge: of what is read at all, what it has a use for."""
-    weighed: Merged = {}
+    weighed = Merged()
     reads = []
     for name, item in _weighed(part, weigher):
         weighed[item.inputs.name] = item
@@ -222,7 +221,7 @@ def _plan(
         reads.append(read if allowed is None else read & allowed[item.inputs.name])
     judged = judge([item.candidates for item in weighed.values()], reads)
     choices: Chosen = dict(zip(weighed, judged.tensors, strict=True))
-    full = distinct_bytes(weighed, choose_all(weighed))
+    full = weighed.distinct.nbytes()
     # In percent of all merges it may be more than the same percentage of this one.
     own = budget if limit is None or limit_of(budget, full) == limit else Budget("bytes", float(limit))
     plan = write_plan(
@@ -232,7 +231,7 @@ def _plan(
         part.fitting.operator,
         choices,
         full,
-        distinct_bytes(weighed, choices),
+        weighed.distinct.nbytes({name: choice.read for name, choice in choices.items()}),
         block_size,
         own,
         part.policy,
