@@ -20,7 +20,7 @@ from mpfs.merge.commit import load_model
 from mpfs.merge.derived import Derivation, derive, stage_chunks
 from mpfs.merge.gather import Source, gathered
 from mpfs.merge.inputs import promote
-from mpfs.merge.models import Model, ModelTensor
+from mpfs.merge.models import Aligned, Model, ModelTensor
 from mpfs.merge.recipe import Recipe
 from mpfs.merge.recipe.tokenizer import RecipeTokenizer
 from mpfs.merge.tokenizer_files import (
@@ -50,14 +50,6 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Aligned:
-    """The models to merge, and notes for a person."""
-
-    models: tuple[Model, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Change:
     """How a tensor of a model is made anew: from rows of these models' tensors, in this dtype. `kept` of `old`'s first rows
     stay where they are."""
@@ -71,7 +63,7 @@ class _Change:
 
 
 def align(store: Store, recipe: Recipe, models: Sequence[Model], lenders: Sequence[Model], author: str) -> Aligned:
-    """Align the vocabularies of models as a recipe asks, if it does.
+    """Align the vocabularies of models as a recipe asks that has a tokenizer or a chat template.
 
     Args:
         store: where they are.
@@ -86,8 +78,6 @@ def align(store: Store, recipe: Recipe, models: Sequence[Model], lenders: Sequen
         BadInputError: a tokenizer cannot be read.
         UsageError: the tokenizers library is not installed.
     """
-    if recipe.tokenizer is None and recipe.chat_template is None:
-        return Aligned(tuple(models), ())
     names = [model.ref.name for model in models]
     template = 0 if recipe.base is None else names.index(recipe.base)
     work = _Work(store, recipe, [*models, *lenders], len(models), template)

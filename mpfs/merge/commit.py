@@ -13,9 +13,7 @@ from mpfs.merge.card import card_files
 from mpfs.merge.check import check_models, check_plan
 from mpfs.merge.compile import compile_plan
 from mpfs.merge.config import layers_taken
-from mpfs.merge.crop import cropped, find_crops
 from mpfs.merge.engine import Outcome, execute
-from mpfs.merge.fidelity import measure_fidelity
 from mpfs.merge.finite import check_finite
 from mpfs.merge.inputs import Fit, OnMismatch, fit
 from mpfs.merge.models import Model, ModelTensor
@@ -126,6 +124,8 @@ def fit_models(
     models = list(given)
     cuts: list[str] = []
     if on_mismatch == "crop":
+        from mpfs.merge.crop import cropped, find_crops
+
         for index, crop in find_crops(models).items():
             model = models[index]
             models[index] = load_model(store, model.ref.name, cropped(store, model, crop, author))
@@ -270,6 +270,8 @@ def _figures(
 
 def _measure(store: Store, plan: Plan) -> float:
     """How close to the same merge, of the same commits, without a budget."""
+    from mpfs.merge.fidelity import measure_fidelity
+
     full = make_plan(
         store,
         recipe_from_mapping(plan.recipe).without_budgets(),

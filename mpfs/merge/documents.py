@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mpfs.errors import NotFoundError, RecipeError
-from mpfs.merge.align import Aligned, align
 from mpfs.merge.commit import load_model, make_plan, run_plan
 from mpfs.merge.inputs import OnMismatch
-from mpfs.merge.models import Model
+from mpfs.merge.models import Aligned, Model
 from mpfs.merge.naming import ModelFinder
 from mpfs.merge.options import MergeOptions
 from mpfs.merge.planner import Policy
@@ -61,7 +60,12 @@ def find_models(recipe: Recipe, finder: ModelFinder) -> Aligned:
     def load(names: Sequence[str]) -> list[Model]:
         return [load_model(finder.store, name, finder.commit(name)) for name in names]
 
-    return align(finder.store, recipe, load(recipe.model_names), load(recipe.tokenizer_models), finder.author)
+    models = load(recipe.model_names)
+    if recipe.tokenizer is None and recipe.chat_template is None:
+        return Aligned(tuple(models), ())
+    from mpfs.merge.align import align
+
+    return align(finder.store, recipe, models, load(recipe.tokenizer_models), finder.author)
 
 
 def branches_of(documents: Sequence[Recipe], into: str, store: Store) -> list[tuple[str, Recipe]]:

@@ -56,3 +56,11 @@ class Model:
             return stored
         other = self.stand_in(name)
         return None if other is None else self.tensors[other]
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """The models to merge, of one vocabulary where the recipe asks for it, and notes for a person."""
+
+    models: tuple[Model, ...]
+    notes: tuple[str, ...]

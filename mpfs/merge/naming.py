@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpfs.errors import NotFoundError
-from mpfs.formats.peft import CONFIG_PATH
 from mpfs.history import ancestry
-from mpfs.merge.adapter import with_adapter
 from mpfs.merge.commit import load_model
 from mpfs.objects import ObjectId
 from mpfs.store import Store
@@ -40,6 +38,9 @@ class ModelFinder:
         base, plus, adapter = name.partition("+")
         if not plus:
             return self._plain(name)
+        from mpfs.formats.peft import CONFIG_PATH
+        from mpfs.merge.adapter import with_adapter
+
         model = load_model(self.store, base, self._plain(base))
         change = load_model(self.store, adapter, self._plain(adapter), config_path=CONFIG_PATH)
         return with_adapter(self.store, name, model, change, self.author)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from mpfs.errors import MPFSError, RecipeError, UsageError
-from mpfs.merge.align import Aligned
 from mpfs.merge.commit import Fitting, fit_models
 from mpfs.merge.compile import compile_plan
 from mpfs.merge.documents import find_models
 from mpfs.merge.inputs import OnMismatch
+from mpfs.merge.models import Aligned
 from mpfs.merge.naming import ModelFinder
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe
