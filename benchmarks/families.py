@@ -27,7 +27,10 @@ class Family:
     experts: tuple[tuple[str, float], ...]
 
     def recipe(self, method: str, density: float | None = None) -> dict[str, object]:
-        """A recipe that merges them all."""
+        """A recipe that merges them all; with slerp, which takes one, the first."""
+        if method == "slerp":
+            name, _ = self.experts[0]
+            return {"merge_method": method, "base_model": BASE, "models": [{"model": name}], "parameters": {"t": 0.4}}
         sparse = {} if density is None else {"density": density}
         models = [{"model": expert, "parameters": {"weight": weight, **sparse}} for expert, weight in self.experts]
         return {"merge_method": method, "base_model": BASE, "models": models}

@@ -32,6 +32,7 @@ METHODS: tuple[tuple[str, float | None], ...] = (
     ("ties", 0.5),
     ("dare_linear", 0.5),
     ("dare_ties", 0.5),
+    ("slerp", None),
 )
 BLOCK_SIZE = 4096
 

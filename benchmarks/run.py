@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import (  # after the path is set
     accuracy,
     fidelity,
+    fidelity_methods,
     fidelity_scale,
     large,
     peers,
@@ -23,6 +24,7 @@ BENCHMARKS = {
     "throughput": throughput.main,
     "peers": peers.main,
     "fidelity": fidelity.main,
+    "fidelity_methods": fidelity_methods.main,
     "fidelity_scale": fidelity_scale.main,
     "thresholds": thresholds.main,
     "sweeps": sweeps.main,
