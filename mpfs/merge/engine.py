@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -140,9 +141,17 @@ class Execution(Reusing):
             if progress is not None:
                 progress(done, total)
 
+        def wait_for_any(coming: Sequence[Future[Job]]) -> None:
+            futures: list[Future[Any]] = [*coming]
+            if queue:
+                futures.append(queue[0].results)
+            wait(futures, return_when=FIRST_COMPLETED)
+            if queue and queue[0].results.done():
+                finish_one()
+
         with ThreadPoolExecutor(self.threads, thread_name_prefix="mpfs-merge") as executor:
             try:
-                for job in self._jobs(executor):
+                for job in self._jobs(executor, wait_for_any):
                     window = 8 * self.threads
                     for columns in job.columns.batches():
                         known = self.look_up(job, columns)
@@ -183,22 +192,32 @@ class Execution(Reusing):
         self.outcome.base_bytes_read = self.ledger.base_bytes
         return self.outcome
 
-    def _jobs(self, executor: ThreadPoolExecutor) -> Iterator[Job]:
-        """The tensors to compute, prepared; those to keep are dealt with on the way."""
+    def _jobs(
+        self, executor: ThreadPoolExecutor, wait_for_any: Callable[[Sequence[Future[Job]]], None]
+    ) -> Iterator[Job]:
+        """The tensors to compute, prepared, in any order; those to keep are dealt with on the way.
+
+        `wait_for_any` returns when something has changed that may be one of these.
+        """
         finished = self.outcome.tensors
         wanted = [tensor for tensor in self.plan.tensors if tensor.action != "keep" and tensor.name not in finished]
         for tensor in self.plan.tensors:
             if tensor.action == "keep":
                 self.keep(tensor)
-        coming: deque[Future[Job]] = deque()
+        left = deque(wanted)
+        coming: list[Future[Job]] = []
         with ThreadPoolExecutor(_AHEAD, thread_name_prefix="mpfs-prepare") as preparers:
             try:
-                for tensor in wanted[:_AHEAD]:
-                    coming.append(preparers.submit(self.job, tensor, executor))
-                for index in range(len(wanted)):
-                    if index + _AHEAD < len(wanted):
-                        coming.append(preparers.submit(self.job, wanted[index + _AHEAD], executor))
-                    job = coming.popleft().result()
+                while left or coming:
+                    while left and len(coming) <= _AHEAD:
+                        coming.append(preparers.submit(self.job, left.popleft(), executor))
+                    # Whichever is ready: a large tensor may take long, and nobody has to wait for it.
+                    ready = next((future for future in coming if future.done()), None)
+                    if ready is None:
+                        wait_for_any(coming)
+                        continue
+                    coming.remove(ready)
+                    job = ready.result()
                     if job.remaining:
                         yield job
                     else:
