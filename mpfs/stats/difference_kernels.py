@@ -1,18 +1,15 @@
 """The numba kernels of `mpfs.stats.differences`: one pass over two blocks, nogil, equal to the numpy code to the last bit.
 
-Compiled one dtype at a time, when it is first asked for. The constants and helpers are written out here again, since
-numba's cache cannot see a change in another module.
+Importing this module imports numba; only `mpfs.stats.native` does so, to compile.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba  # type: ignore[import-untyped,unused-ignore]  # old versions ship no types
 import numpy as np
-from numba import types
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -101,16 +98,10 @@ def _f64(a: Any, b: Any, lanes: Any, digits: Any) -> None:
 
 
 @_inner
-def _tally(a: Any, counts: Any) -> Any:
-    """Where large blocks are counted apart. Neighbours often have the same magnitude; so that one need not wait for the
-    other, there are two."""
-    return np.zeros((2, counts.size if a.size >= 16384 else 0), np.uint32)
-
-
-@_inner
 def _count(digits: Any, n: Any, counts: Any, tally: Any) -> None:
+    # Neighbours often have the same magnitude; so that one need not wait for the other, they are counted apart.
     if tally.size > 0 and n == 64:
-        first, second = tally[0], tally[1]
+        first, second = tally[: counts.size], tally[counts.size :]
         for j in range(0, 64, 2):
             first[digits[j]] += np.uint32(1)
             second[digits[j + 1]] += np.uint32(1)
@@ -121,87 +112,44 @@ def _count(digits: Any, n: Any, counts: Any, tally: Any) -> None:
 
 @_inner
 def _add_up(counts: Any, tally: Any) -> None:
-    for j in range(tally.shape[1]):
-        counts[j] += np.int64(tally[0, j]) + np.int64(tally[1, j])
+    for j in range(tally.size // 2):
+        counts[j] += np.int64(tally[j]) + np.int64(tally[counts.size + j])
 
 
 @_inner
-def _rest(a: Any) -> Any:
+def _fill(a: Any, into: Any) -> None:
     """The elements after the last whole group, filled up with zeros, whose differences add nothing."""
-    filled = np.zeros(64, a.dtype)
     left = a.size % 64
-    filled[:left] = a[a.size - left :]
-    return filled
+    for j in range(64):
+        into[j] = a[a.size - left + j] if j < left else into.dtype.type(0)
 
 
-def _compare_bf16(a: Any, b: Any, lanes: Any, counts: Any) -> None:
-    digits, tally = np.zeros(64, np.uint32), _tally(a, counts)
-    for g in range(0, a.size - a.size % 64, 64):
-        _bf16(a[g : g + 64], b[g : g + 64], lanes, digits)
-        _count(digits, 64, counts, tally)
-    if a.size % 64:
-        _bf16(_rest(a), _rest(b), lanes, digits)
-        _count(digits, a.size % 64, counts, tally)
-    _add_up(counts, tally)
+def _comparison(group: Callable[..., Any]) -> Callable[..., None]:
+    """The kernel that compares blocks of one dtype, given what compares 64 elements."""
+
+    def compare(a: Any, b: Any, lanes: Any, counts: Any, digits: Any, tally: Any, rest: Any) -> None:
+        whole = a.size - a.size % 64
+        for g in range(0, whole, 64):
+            group(a[g : g + 64], b[g : g + 64], lanes, digits)
+            _count(digits, 64, counts, tally)
+        if whole < a.size:
+            _fill(a, rest[:64])
+            _fill(b, rest[64:])
+            group(rest[:64], rest[64:], lanes, digits)
+            _count(digits, a.size - whole, counts, tally)
+        _add_up(counts, tally)
+
+    return compare
 
 
-def _compare_f16(a: Any, b: Any, lanes: Any, counts: Any) -> None:
-    digits, tally = np.zeros(64, np.uint32), _tally(a, counts)
-    for g in range(0, a.size - a.size % 64, 64):
-        _f16(a[g : g + 64], b[g : g + 64], lanes, digits)
-        _count(digits, 64, counts, tally)
-    if a.size % 64:
-        _f16(_rest(a), _rest(b), lanes, digits)
-        _count(digits, a.size % 64, counts, tally)
-    _add_up(counts, tally)
+compare_bf16, compare_f16, compare_f32, compare_f64 = map(_comparison, (_bf16, _f16, _f32, _f64))
+"""Each adds the squares of b - a to the lanes, and counts the differences' magnitudes where there are counts.
 
-
-def _compare_f32(a: Any, b: Any, lanes: Any, counts: Any) -> None:
-    digits, tally = np.zeros(64, np.uint32), _tally(a, counts)
-    for g in range(0, a.size - a.size % 64, 64):
-        _f32(a[g : g + 64], b[g : g + 64], lanes, digits)
-        _count(digits, 64, counts, tally)
-    if a.size % 64:
-        _f32(_rest(a), _rest(b), lanes, digits)
-        _count(digits, a.size % 64, counts, tally)
-    _add_up(counts, tally)
-
-
-def _compare_f64(a: Any, b: Any, lanes: Any, counts: Any) -> None:
-    digits, tally = np.zeros(64, np.uint32), _tally(a, counts)
-    for g in range(0, a.size - a.size % 64, 64):
-        _f64(a[g : g + 64], b[g : g + 64], lanes, digits)
-        _count(digits, 64, counts, tally)
-    if a.size % 64:
-        _f64(_rest(a), _rest(b), lanes, digits)
-        _count(digits, a.size % 64, counts, tally)
-    _add_up(counts, tally)
-
-
-_FUNCTIONS: Final[dict[str, tuple[Callable[..., None], Any]]] = {
-    "BF16": (_compare_bf16, types.uint16),
-    "F16": (_compare_f16, types.uint16),
-    "F32": (_compare_f32, types.uint32),
-    "F64": (_compare_f64, types.uint64),
-}
-_compiled: dict[str, Callable[..., None]] = {}
-_compiling = threading.Lock()
-
-
-def kernel(dtype: str) -> Callable[..., None]:
-    """The kernel of a dtype: (bits of a, bits of b, float64 lanes of shape (64,), int64 counts of shape (BINS,) or (0,)).
-
-    It adds the squares of b - a to the lanes, and counts the differences' magnitudes where there are counts. Compiled,
-    or out of numba's cache on disk, or without that cache.
-    """
-    with _compiling:
-        if dtype not in _compiled:
-            function, element = _FUNCTIONS[dtype]
-            bits = types.Array(element, 1, "C", readonly=True, aligned=False)
-            signature = types.void(bits, bits, types.Array(types.float64, 1, "C"), types.Array(types.int64, 1, "C"))
-            try:
-                found = numba.njit(signature, nogil=True, fastmath=False, cache=True)(function)
-            except Exception:  # no writable place, a full disk, a damaged cache: whatever it is, the cache is optional
-                found = numba.njit(signature, nogil=True, fastmath=False)(function)
-            _compiled[dtype] = found
-        return _compiled[dtype]
+Args:
+    a, b: the bits of two blocks, as many.
+    lanes: float64, shape (64,).
+    counts: int64, shape (BINS,) or (0,).
+    digits: uint32, shape (64,), to work in.
+    tally: uint32, zeros, shape (2 · BINS,) where a large block is counted apart, or (0,).
+    rest: bits, shape (128,), to work in.
+"""

@@ -19,6 +19,7 @@ from mpfs.stats.decode import FORMATS, Bits, as_bits, decode
 from mpfs.stats.exact import pack_distances
 from mpfs.stats.hashing import GROUP
 from mpfs.stats.lanesum import LaneSum
+from mpfs.stats.native import Array, kernel
 from mpfs.store.histogram import BINS, is_worth_keeping, pack_histogram
 from mpfs.store.pairs import PairRecord
 
@@ -40,11 +41,14 @@ def compare_blocks(a: bytes | memoryview, b: bytes | memoryview, dtype: str, cou
             it; elements that are equal count as zeros, and NaNs in the bin of the pattern above infinity.
     """
     first, second = as_bits(a, dtype), as_bits(b, dtype)
-    compiled = _kernel(dtype)
-    if compiled is None:
+    if not kernels_available():
         return _compare(first, second, dtype, counts)
     lanes = np.zeros(GROUP)
-    compiled(first, second, lanes, _NOTHING if counts is None else counts)
+    apart = 2 * BINS if counts is not None and len(first) >= _LARGE else 0
+    _kernel(dtype)(
+        *(first, second, lanes, _NOTHING if counts is None else counts),
+        *(np.empty(GROUP, np.uint32), np.zeros(apart, np.uint32), np.empty(2 * GROUP, FORMATS[dtype].bits)),
+    )
     return fold_lanes(lanes)
 
 
@@ -116,14 +120,18 @@ class Comparison:
 
 
 _NOTHING: Final = np.zeros(0, np.int64)
+_loaded: dict[str, Callable[..., None]] = {}
 
 
-def _kernel(dtype: str) -> Callable[[Bits, Bits, NDArray[np.float64], Counts], None] | None:
-    if not kernels_available():
-        return None
-    from mpfs.stats.difference_kernels import kernel
-
-    return kernel(dtype)
+def _kernel(dtype: str) -> Callable[..., None]:
+    found = _loaded.get(dtype)
+    if found is None:
+        bits = f"u{8 * FORMATS[dtype].bits.itemsize}"
+        block = Array(bits, unaligned=True)
+        arguments = (block, block, Array("f64"), Array("i64"), Array("u32"), Array("u32"), Array(bits))
+        found = kernel("mpfs.stats.difference_kernels", f"compare_{dtype.lower()}", arguments)
+        _loaded[dtype] = found
+    return found
 
 
 def _compare(a: Bits, b: Bits, dtype: str, counts: Counts | None) -> float:
