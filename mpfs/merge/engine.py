@@ -36,7 +36,7 @@ from mpfs.objects.dtypes import itemsize
 from mpfs.objects.encoding import encode
 from mpfs.objects.progress import Progress
 from mpfs.stats.staging import stage_block
-from mpfs.store import ObjectReader, StagedBlock, Store, WriteFigures, Writer
+from mpfs.store import StagedBlock, Store, WriteFigures, Writer
 from mpfs.store.pairs import Pair, PairRecord, PairTable
 
 FIXED_MEMORY = 512 << 20
@@ -102,9 +102,8 @@ class Execution(Reusing):
         store: Store,
         writer: Writer,
         options: MergeOptions,
-        objects: ObjectReader | None = None,
     ) -> None:
-        inputs = {tensor.name: PlanInputs.load(objects or store.objects, tensor) for tensor in plan.tensors}
+        inputs = {tensor.name: PlanInputs.load(store.objects, tensor) for tensor in plan.tensors}
 
         def allowed() -> set[BlockId]:
             return set().union(*(planned_blocks(tensor, inputs[tensor.name]) for tensor in plan.tensors))

@@ -106,17 +106,18 @@ class Sweeps:
             done = merge_documents(before, finder, asked, policy, seed, on_mismatch, message=message, options=options)
             return [committed_note(report) for report in done]
 
-        planned = plan_sweep(
-            documents,
-            [Setting(name, tuple(values)) for name, values in settings.items()],
-            into,
-            finder,
-            SweepOptions(asked, policy, seed, on_mismatch, limit),
-            earlier,
-            where="recipe" if path is None else str(path),
-        )
-        if dry_run:
-            for item in planned.variants:
-                self._store.put_plan(item.plan)
-            return report_plans(planned, self._store)
-        return run_sweep(planned, self._store, message=message, author=self._author, options=options)
+        with self._store.objects.remembering():
+            planned = plan_sweep(
+                documents,
+                [Setting(name, tuple(values)) for name, values in settings.items()],
+                into,
+                finder,
+                SweepOptions(asked, policy, seed, on_mismatch, limit),
+                earlier,
+                where="recipe" if path is None else str(path),
+            )
+            if dry_run:
+                for item in planned.variants:
+                    self._store.put_plan(item.plan)
+                return report_plans(planned, self._store)
+            return run_sweep(planned, self._store, message=message, author=self._author, options=options)

@@ -18,7 +18,6 @@ from mpfs.merge.reports import PlanReport
 from mpfs.merge.room import require_room
 from mpfs.merge.sweep.plans import Planned, PlannedSweep
 from mpfs.merge.sweep.report import SweepBytes, SweepReport, SweepVariant
-from mpfs.merge.sweep.shared import SharedObjects
 from mpfs.merge.sweep.together import Together, execute_together
 from mpfs.objects import BlockId, Figures, ObjectId, Plan, Selection, object_id
 from mpfs.objects.encoding import encode
@@ -54,7 +53,7 @@ class _Reads:
     """The expert blocks that plans read; what several of them have in common is found once."""
 
     def __init__(self, store: Store) -> None:
-        self._objects = SharedObjects(store.environment)
+        self._objects = store.objects
         self._known: dict[tuple[ObjectId, ObjectId | None, int, Selection], dict[BlockId, int]] = {}
 
     def planned(self, plan: Plan) -> dict[BlockId, int]:

@@ -20,8 +20,8 @@ from mpfs.errors import IntegrityError
 from mpfs.merge.delta import DeltaIterator
 from mpfs.merge.kernels.columns import BitsColumn
 from mpfs.merge.operators import Column
-from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
-from mpfs.store import BlockReader, ObjectReader
+from mpfs.objects import BlockId
+from mpfs.store import BlockReader
 from mpfs.store.environment import Environment
 
 BATCH = 16
@@ -31,7 +31,6 @@ _UNDELIVERED = 2
 """Results of a pass that may wait for the one who asked for it."""
 
 _Result = TypeVar("_Result")
-_Object = TypeVar("_Object", Tensor, Snapshot, Commit, Plan, Run)
 
 
 class SharedReader(BlockReader):
@@ -65,21 +64,6 @@ class SharedReader(BlockReader):
         else:
             with super().view(blocks, where) as payloads:
                 yield payloads
-
-
-class SharedObjects(ObjectReader):
-    """Keeps the objects that it has read: plans of one sweep have most of their tensors in common."""
-
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self._kept: dict[ObjectId, Any] = {}
-
-    def get(self, kind: type[_Object], identity: ObjectId) -> _Object:
-        """See `ObjectReader`."""
-        found = self._kept.get(identity)
-        if not isinstance(found, kind):
-            found = self._kept[identity] = super().get(kind, identity)
-        return found
 
 
 @dataclass

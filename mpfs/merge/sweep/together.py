@@ -24,7 +24,6 @@ from mpfs.merge.reusing import Job, Result
 from mpfs.merge.sweep.shared import (
     BATCH,
     Gathering,
-    SharedObjects,
     SharedPasses,
     SharedReader,
     stream,
@@ -102,11 +101,10 @@ class _Run:
         self.memory = options.memory
         self.stopping = threading.Event()
         self.reader = SharedReader(store.environment)
-        objects = SharedObjects(store.environment)
         self.found: list[_Member | Exception] = []
         for plan in plans:
             try:
-                member = _Member(plan, store, writer, options, objects)
+                member = _Member(plan, store, writer, options)
             except Exception as error:
                 self.found.append(error)
                 continue
