@@ -10,6 +10,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -70,7 +71,7 @@ def _missed(repository: Repository, plan: Plan) -> list[float]:
             continue
         inputs = PlanInputs.load(store.objects, tensor)
         work = work_dtype(plan, inputs)
-        ledger = ReadLedger(planned_blocks(tensor, inputs))
+        ledger = ReadLedger(partial(planned_blocks, tensor, inputs))
         columns = DeltaIterator(plan, tensor, inputs, store.blocks, ledger, work)
         context = TensorContext(
             name=tensor.name,
