@@ -23,6 +23,7 @@ from mpfs.merge.conversion import TYPES, converted
 from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks
 from mpfs.merge.kernels.backend import kernels
 from mpfs.merge.kernels.columns import BitsColumns
+from mpfs.merge.kernels.outputs import OUTPUTS
 from mpfs.merge.kernels.stored import StoredColumns, in_parts
 from mpfs.merge.magnitudes import Counted, Histograms
 from mpfs.merge.numeric import to_bytes
@@ -91,6 +92,7 @@ def execute(plan: Plan, store: Store, writer: Writer, options: MergeOptions) -> 
         return run.run(options.progress)
     finally:
         run.torch.restore()
+        OUTPUTS.forget()
 
 
 class Execution(Reusing):

@@ -18,6 +18,7 @@ from itertools import islice
 from mpfs.merge.delta import DeltaIterator
 from mpfs.merge.engine import FIXED_MEMORY, Execution, Outcome, computed_bytes
 from mpfs.merge.kernels.columns import BitsColumns
+from mpfs.merge.kernels.outputs import OUTPUTS
 from mpfs.merge.operators import Column, Operator
 from mpfs.merge.options import MergeOptions
 from mpfs.merge.reusing import Job, Result
@@ -90,6 +91,7 @@ def execute_together(plans: Sequence[Plan], store: Store, writer: Writer, option
         run.stopping.set()
         for member in run.members:
             member.torch.restore()
+        OUTPUTS.forget()
     return run.result()
 
 
