@@ -186,7 +186,7 @@ def kernels() -> Kernels | None:
 
 
 def warm_up(dtypes: Sequence[str] = tuple(BIT_TYPES)) -> bool:
-    """Compile the kernels now, so that the first merge does not have to wait (about 5 seconds a dtype, once per
+    """Compile the kernels now, so that the first merge does not have to wait (about 7 seconds a dtype, once per
     installation: they are kept on disk where they can be). False where there are none."""
     found = kernels()
     if found is not None:
