@@ -105,7 +105,9 @@ class Execution(Reusing):
         writer: Writer,
         options: MergeOptions,
     ) -> None:
-        inputs = {tensor.name: PlanInputs.load(store.objects, tensor) for tensor in plan.tensors}
+        with store.objects.remembering():
+            store.objects.get_many(Tensor, [identity for tensor in plan.tensors for identity in tensor.inputs])
+            inputs = {tensor.name: PlanInputs.load(store.objects, tensor) for tensor in plan.tensors}
 
         def allowed() -> set[BlockId]:
             return set().union(*(planned_blocks(tensor, inputs[tensor.name]) for tensor in plan.tensors))

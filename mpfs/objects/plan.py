@@ -155,6 +155,11 @@ class PlanTensor:
         return prod(self.shape)
 
     @property
+    def inputs(self) -> list[ObjectId]:
+        """The tensors that it is made of: the base, if there is one, and the experts."""
+        return [*([] if self.base is None else [self.base]), *(identity for _, identity in self.experts)]
+
+    @property
     def column_count(self) -> int:
         """Number of columns."""
         return -(-self.numel // self.column_elements)

@@ -125,8 +125,10 @@ def test_a_plan_is_a_function_of_its_inputs(
 def test_a_plan_does_not_depend_on_the_process(stores: tuple[Repository, Repository]) -> None:
     here = [stores[0].plan(ASKED, budget=BUDGET, policy=policy, seed=3).identity for policy in POLICIES]
     code = (
-        "import json, sys\n"
-        "import mpfs\n"
+        "import json, os, sys\n"
+        "if 'WITHOUT_NUMBA' in os.environ: sys.modules['numba'] = None\n"
+        "import mpfs, mpfs.stats.estimate\n"
+        "mpfs.stats.estimate._WORTH_A_KERNEL = 0\n"
         "from mpfs.objects import Budget\n"
         "path, recipe = sys.argv[1], json.loads(sys.argv[2])\n"
         "with mpfs.open(path) as repository:\n"
@@ -134,8 +136,8 @@ def test_a_plan_does_not_depend_on_the_process(stores: tuple[Repository, Reposit
         "        budget = Budget('percent', 45)\n"
         "        print(repository.plan(recipe, budget=budget, policy=policy, seed=3, save=False).identity)\n"
     )
-    for seed, threads in (("0", "1"), ("1", "2")):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads}
+    for seed, threads, more in (("0", "1", {}), ("1", "2", {"WITHOUT_NUMBA": "1"})):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads, **more}
         arguments = [sys.executable, "-c", code, str(stores[0].path), json.dumps(ASKED), *POLICIES]
         done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.split() == here

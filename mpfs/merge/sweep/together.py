@@ -293,17 +293,13 @@ def _groups(members: Sequence[_Member]) -> list[list[tuple[_Member, PlanTensor]]
 
     pairs = [(member, tensor) for member in members for tensor in member.plan.tensors if tensor.action != "keep"]
     for _, tensor in pairs:
-        inputs = _inputs(tensor)
+        inputs = tensor.inputs
         for other in inputs[1:]:
             leader[find(other)] = find(inputs[0])
     groups: dict[object, list[tuple[_Member, PlanTensor]]] = {}
     for member, tensor in pairs:
-        groups.setdefault(find(_inputs(tensor)[0]), []).append((member, tensor))
+        groups.setdefault(find(tensor.inputs[0]), []).append((member, tensor))
     return list(groups.values())
-
-
-def _inputs(tensor: PlanTensor) -> list[str]:
-    return [*([] if tensor.base is None else [tensor.base]), *(expert for _, expert in tensor.experts)]
 
 
 def _output_bytes(job: Job) -> int:
