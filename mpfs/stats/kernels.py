@@ -6,7 +6,7 @@ unaligned, so one compiled version serves a buffer out of LMDB, bytes and numpy 
 Zeros, non-finite values and the largest magnitude are found on the bits. That is cheap, and it holds even on a
 thread that flushes subnormal numbers.
 
-The constants are written out here again (see `mpfs.stats.hashing`), since what is kept on disk is told by this file alone.
+The constants are those of `mpfs.stats.hashing`; kernels and reference are tested against each other.
 """
 
 from __future__ import annotations
