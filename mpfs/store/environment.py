@@ -50,6 +50,9 @@ DATABASES = (
 _MIN_FREE = 1 << 20
 """Bytes; a disk with less than this free is full."""
 
+_REQUEST_BYTES = 128 << 10
+"""Bytes of the file that the kernel is asked for at a time: Linux's default read-ahead, of which it leaves nothing out."""
+
 _OPEN_ATTEMPTS = 100
 _RESIZE_SECONDS = 10.0
 
@@ -323,7 +326,10 @@ class Environment:
     def prefetch(self, offset: int, size: int) -> None:
         """Ask the kernel to read a range of data.mdb in the background."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._handle.fd, offset, size, os.POSIX_FADV_WILLNEED)
+            # Of one request Linux reads no more than the device takes at a time, and leaves the rest to be read page by page.
+            for start in range(offset, offset + size, _REQUEST_BYTES):
+                length = min(_REQUEST_BYTES, offset + size - start)
+                os.posix_fadvise(self._handle.fd, start, length, os.POSIX_FADV_WILLNEED)
 
     def writing_back(self, size: int) -> AbstractContextManager[None]:
         """Around a write transaction of about `size` bytes: let the disk begin before everything is there."""

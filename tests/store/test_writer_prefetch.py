@@ -41,3 +41,19 @@ def test_blocks_that_are_there_already_are_read_ahead(tmp_path: Path, monkeypatc
     assert len(asked) < len(blocks)
     assert sum(size for _, size in asked) <= len(blocks) * (SIZE + 4096)
     store.close()
+
+
+@pytest.mark.parametrize("size", [1, 4096, 128 << 10, (128 << 10) + 1, 33 << 20])
+def test_a_range_is_asked_for_in_pieces_that_the_kernel_reads_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Of a request larger than what the device takes at a time Linux reads the beginning only: the rest came page by page."""
+    store = Store.create(tmp_path / "repo", block_size=SIZE)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: asked.append((offset, length)))
+    store.environment.prefetch(12_345, size)
+    assert all(0 < length <= 128 << 10 for _, length in asked)
+    assert asked[0][0] == 12_345
+    ends = [offset + length for offset, length in asked]
+    assert [offset for offset, _ in asked[1:]] == ends[:-1]
+    assert ends[-1] == 12_345 + size
