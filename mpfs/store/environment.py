@@ -327,8 +327,10 @@ class Environment:
         """Ask the kernel to read a range of data.mdb in the background."""
         if hasattr(os, "posix_fadvise"):
             # Of one request Linux reads no more than the device takes at a time, and leaves the rest to be read page by page.
-            for start in range(offset, offset + size, _REQUEST_BYTES):
-                length = min(_REQUEST_BYTES, offset + size - start)
+            # A hint may be of another file, or of none.
+            end = min(offset + size, self.data_size())
+            for start in range(max(0, offset), end, _REQUEST_BYTES):
+                length = min(_REQUEST_BYTES, end - start)
                 os.posix_fadvise(self._handle.fd, start, length, os.POSIX_FADV_WILLNEED)
 
     def writing_back(self, size: int) -> AbstractContextManager[None]:

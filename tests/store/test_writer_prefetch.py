@@ -49,6 +49,7 @@ def test_a_range_is_asked_for_in_pieces_that_the_kernel_reads_whole(
 ) -> None:
     """Of a request larger than what the device takes at a time Linux reads the beginning only: the rest came page by page."""
     store = Store.create(tmp_path / "repo", block_size=SIZE)
+    os.truncate(store.environment.path / "data.mdb", 64 << 20)
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: asked.append((offset, length)))
     store.environment.prefetch(12_345, size)
@@ -57,3 +58,15 @@ def test_a_range_is_asked_for_in_pieces_that_the_kernel_reads_whole(
     ends = [offset + length for offset, length in asked]
     assert [offset for offset, _ in asked[1:]] == ends[:-1]
     assert ends[-1] == 12_345 + size
+
+
+def test_a_hint_beyond_the_file_asks_for_nothing_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.create(tmp_path / "repo", block_size=SIZE)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: asked.append((offset, length)))
+    store.environment.prefetch(1 << 60, 1 << 60)
+    store.environment.prefetch(-(1 << 60), 1 << 59)
+    store.environment.prefetch(0, 1 << 60)
+    assert sum(length for _, length in asked) == store.environment.data_size()
