@@ -20,7 +20,10 @@ NAMES = (
 DTYPES = NAMES.split()
 BITS = dict(zip(DTYPES, (4, 6, 6, *[8] * 8, *[16] * 4, *[32] * 3, *[64] * 4), strict=True))
 OBJECTS = {"tensors": "tensor", "snapshots": "snapshot", "commits": "commit", "plans": "plan", "runs": "run"}
-DATABASES = (*OBJECTS, *"blocks block_info stats tensor_stats run_index refs reflog reuse pairs meta".split())
+DATABASES = (
+    *OBJECTS,
+    *["blocks", "block_info", "stats", "tensor_stats", "run_index", "refs", "reflog", "reuse", "pairs", "meta"],
+)
 
 
 def require(condition: bool, what: str) -> None:
