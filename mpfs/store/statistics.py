@@ -65,8 +65,10 @@ def missing(environment: Environment, tensors: Iterable[Tensor]) -> Iterator[lis
     batch: list[tuple[bytes, bytes]] = []
     nbytes = 0
     for tensor in tensors:
+        if len(tensor.blocks) < 2:
+            continue
         with environment.read() as txn:
-            entry = None if len(tensor.blocks) < 2 else _entry(txn, tensor)
+            entry = _entry(txn, tensor)
         if entry is not None:
             batch.append(entry)
             nbytes += len(entry[1])
