@@ -92,9 +92,10 @@ class PlanInputs:
     @classmethod
     def load(cls, objects: ObjectReader, tensor: PlanTensor) -> PlanInputs:
         """Read them from the store."""
+        found = objects.get_many(Tensor, tensor.inputs)
 
         def get(identity: ObjectId) -> ModelTensor:
-            return ModelTensor(identity, objects.get(Tensor, identity))
+            return ModelTensor(identity, found[identity])
 
         return cls(
             None if tensor.base is None else get(tensor.base), tuple(get(identity) for _, identity in tensor.experts)

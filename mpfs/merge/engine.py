@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from mpfs.errors import MPFSError
 from mpfs.merge.conversion import TYPES, converted
-from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, planned_blocks
+from mpfs.merge.delta import DeltaIterator, ReadLedger, planned_blocks
 from mpfs.merge.kernels.backend import kernels
 from mpfs.merge.kernels.columns import BitsColumns
 from mpfs.merge.kernels.outputs import OUTPUTS
@@ -30,7 +31,7 @@ from mpfs.merge.numeric import to_bytes
 from mpfs.merge.operators import Column, Prepared, TensorContext, get_operator
 from mpfs.merge.operators.base import FastPath, Histogram
 from mpfs.merge.options import MergeOptions
-from mpfs.merge.reusing import Job, Result, Reusing
+from mpfs.merge.reusing import Inputs, Job, Result, Reusing, output_runs
 from mpfs.merge.threads import OneThreadEach
 from mpfs.objects import BlockId, Plan, PlanTensor, Tensor
 from mpfs.objects.dtypes import itemsize
@@ -105,9 +106,7 @@ class Execution(Reusing):
         writer: Writer,
         options: MergeOptions,
     ) -> None:
-        with store.objects.remembering():
-            store.objects.get_many(Tensor, [identity for tensor in plan.tensors for identity in tensor.inputs])
-            inputs = {tensor.name: PlanInputs.load(store.objects, tensor) for tensor in plan.tensors}
+        inputs = Inputs(plan, store.objects)
 
         def allowed() -> set[BlockId]:
             return set().union(*(planned_blocks(tensor, inputs[tensor.name]) for tensor in plan.tensors))
@@ -179,13 +178,33 @@ class Execution(Reusing):
     def _finish_known(self) -> int:
         """Take over the tensors that earlier merges have computed; the bytes of output that they are."""
         done = 0
-        for job, results in self.known([tensor for tensor in self.plan.tensors if tensor.action != "keep"]):
+        wanted = [tensor for tensor in self.plan.tensors if tensor.action != "keep"]
+        whole = self.known_whole(wanted)
+        for tensor in wanted:
+            if tensor.name in whole:
+                self._take(tensor, whole[tensor.name])
+                done += tensor.bytes_computed
+        for job, results in self.known([tensor for tensor in wanted if tensor.name not in whole]):
             if all(result.reused is not None for result in results):
                 if not results:
                     self.finish_tensor(job)
                 for column, result in zip(job.tensor.columns.columns(), results, strict=True):
                     done += self.finish(job, column, result)
         return done
+
+    def _take(self, tensor: PlanTensor, computed: Sequence[BlockId]) -> None:
+        """Take over all that is computed of a tensor."""
+        count = -(-tensor.numel * itemsize(tensor.dtype) // self.plan.block_size)
+        blocks = list(computed)
+        if len(computed) < count:
+            base = self.inputs[tensor.name].base
+            blocks = [b""] * count if base is None else list(base.tensor.blocks)
+            left = iter(computed)
+            for first, last in output_runs(tensor, self.plan):
+                blocks[first:last] = islice(left, last - first)
+        self.outcome.blocks_reused += len(computed)
+        self.outcome.blocks_kept += count - len(computed)
+        self.outcome.tensors[tensor.name] = Tensor(tensor.dtype, tensor.shape, self.plan.block_size, tuple(blocks))
 
     def finished(self) -> Outcome:
         """What came out, once all is done."""
@@ -368,11 +387,10 @@ class Execution(Reusing):
         return min(last * size, nbytes) - first * size
 
     def finish_tensor(self, job: Job) -> None:
-        computed = sum(
-            last - first
-            for first, last in (job.span(column, self.plan.block_size) for column in job.tensor.columns.columns())
-        )
-        self.outcome.blocks_kept += len(job.blocks) - computed
+        computed = [block for first, last in output_runs(job.tensor, self.plan) for block in job.blocks[first:last]]
+        if computed:
+            self.writer.put_reuse(self.tensor_key(job.tensor), b"".join(computed))
+        self.outcome.blocks_kept += len(job.blocks) - len(computed)
         self.outcome.tensors[job.tensor.name] = Tensor(
             job.tensor.dtype, job.tensor.shape, self.plan.block_size, tuple(job.blocks)
         )

@@ -41,6 +41,10 @@ class Known(Execution):
     def outlook(self) -> Outlook:
         """What is left to do."""
         computed = [tensor for tensor in self.plan.tensors if tensor.action == "compute"]
+        whole = self.known_whole(computed)
+        for blocks in whole.values():
+            self._reused += len(blocks)
+        computed = [tensor for tensor in computed if tensor.name not in whole]
         known = {job.tensor.name: results for job, results in self.known(computed)}
         for tensor in computed:
             self._add(tensor, known.get(tensor.name))

@@ -1,4 +1,8 @@
-"""What earlier merges have computed: the keys that results are remembered by, looked up for many tensors at a time."""
+"""What earlier merges have computed: the keys that results are remembered by, looked up for many tensors at a time.
+
+A tensor's results are remembered as a whole, by its inputs' ids (one look-up, and no input has to be read), and column by
+column, by its inputs' blocks (so that what changes in one column leaves the others).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,14 @@ from mpfs.merge.delta import DeltaIterator, PlanInputs, ReadLedger, work_dtype
 from mpfs.merge.left_out import left_out
 from mpfs.merge.operators import LeftOut, Operator, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.base import FastPath
-from mpfs.objects import BlockId, Plan, PlanTensor
+from mpfs.objects import BlockId, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.objects.encoding import Json, decode
-from mpfs.store import BlockReader, StagedBlock, Store, reuse_key
+from mpfs.store import BlockReader, ObjectReader, StagedBlock, Store, reuse_key
+
+_TENSORS = 1
+"""Raise it when results of the same tensors come to be others for a reason that no operator's version tells, such as
+how the size of what is left unread is estimated: nothing remembered by tensor is found then."""
 
 _FIRST = 32
 """Tensors that are looked up first; where none of them is known, it is not worth looking on."""
@@ -60,6 +68,25 @@ class Result:
     staged: tuple[StagedBlock, ...] = ()
 
 
+class Inputs(dict[str, PlanInputs]):
+    """The tensor objects of a plan's tensors by their names, each read when it is first asked for: those of which all is
+    known are not. Several threads may ask.
+
+    Raises:
+        NotFoundError: when it is made, if one of them is not in the store.
+    """
+
+    def __init__(self, plan: Plan, objects: ObjectReader) -> None:
+        super().__init__()
+        objects.require(Tensor, {identity for tensor in plan.tensors for identity in tensor.inputs})
+        self._objects = objects
+        self._tensors = {tensor.name: tensor for tensor in plan.tensors}
+
+    def __missing__(self, name: str) -> PlanInputs:
+        found = self[name] = PlanInputs.load(self._objects, self._tensors[name])
+        return found
+
+
 class Reusing:
     """A plan about to be run in a store, whose results may be known. `inputs` are its tensors' by their names."""
 
@@ -100,6 +127,46 @@ class Reusing:
         description = self._description(tensor, inputs, context)
         return Job(tensor, self.operator, context, parameters, columns, blocks, count, description)
 
+    def known_whole(self, tensors: Sequence[PlanTensor]) -> dict[str, tuple[BlockId, ...]]:
+        """By their names those of these tensors of which earlier merges have computed all: the blocks of their columns."""
+        if not self.reuse:
+            return {}
+        found = self.store.reuse.blocks_of([self.tensor_key(tensor) for tensor in tensors])
+        return {
+            tensor.name: blocks
+            for tensor, blocks in zip(tensors, found, strict=True)
+            if blocks is not None and len(blocks) == sum(stop - start for start, stop in output_runs(tensor, self.plan))
+        }
+
+    def tensor_key(self, tensor: PlanTensor) -> bytes:
+        """The key of all that is computed of a tensor. What it is made of is named by ids, from which the rest follows:
+        dtypes, blocks, and what preparing comes to."""
+        value: Json = {
+            "tensor": _TENSORS,
+            "operator": self.operator.name,
+            "version": self.operator.version,
+            "shared": dict(tensor.shared),
+            "experts": [dict(values) for values in tensor.parameters],
+            "inputs": [tensor.base, *(identity for _, identity in tensor.experts)],
+            "columns": [_ranges(tensor.columns), *map(_ranges, tensor.selections)],
+            "cuts": _cuts(tensor),
+            "work": self.plan.work_dtype,
+            "out": [tensor.dtype, *tensor.shape],
+            "column_elements": tensor.column_elements,
+            "block_size": self.plan.block_size,
+            **self._more(tensor),
+        }
+        return reuse_key(value)
+
+    def _more(self, tensor: PlanTensor) -> Json:
+        """What else a result depends on, if it does."""
+        value: Json = {}
+        if self.device != "cpu":
+            value["device"] = self.device.partition(":")[0]
+        if self.operator.draws:
+            value["random"] = [self.plan.seed, tensor.name, list(expert_keys(self.plan, tensor))]
+        return value
+
     def _unread(self, tensor: PlanTensor) -> tuple[tuple[LeftOut, ...], ...]:
         """What is left unread of each expert, for those that prepare: nothing else asks for it."""
         if type(self.operator).prepare is Operator.prepare:
@@ -118,7 +185,7 @@ class Reusing:
             "left_out": [[[run.numel, run.rms] for run in runs] for runs in job.context.left_out],
         }
         if job.tensor.cuts:
-            description["cuts"] = [[[cut.digit, cut.wanted, cut.total] for cut in cuts] for cuts in job.tensor.cuts]
+            description["cuts"] = _cuts(job.tensor)
         return reuse_key(description)
 
     def prepared(self, keys: Sequence[bytes]) -> dict[bytes, Prepared]:
@@ -141,13 +208,10 @@ class Reusing:
             "numel": tensor.numel,
             "column_elements": tensor.column_elements,
             "block_size": self.plan.block_size,
+            **self._more(tensor),
         }
-        if self.device != "cpu":
-            value["device"] = self.device.partition(":")[0]
         if self.operator.by_rows:
             value["shape"] = list(tensor.shape)
-        if self.operator.draws:
-            value["random"] = [self.plan.seed, tensor.name, list(context.expert_keys)]
         return value
 
     def _input_blocks(self, job: Job, column: int) -> tuple[str | None, list[str | None]]:
@@ -202,6 +266,21 @@ def expert_keys(plan: Plan, tensor: PlanTensor) -> tuple[str, ...]:
     A snapshot's id would not do: it depends on the block size, which must not change a merge.
     """
     return tuple(plan.models[model].name for model, _ in tensor.experts)
+
+
+def output_runs(tensor: PlanTensor, plan: Plan) -> list[tuple[int, int]]:
+    """The output blocks that are computed of a tensor, as half-open ranges in order."""
+    size = itemsize(tensor.dtype)
+    width, count = tensor.column_elements * size // plan.block_size, -(-tensor.numel * size // plan.block_size)
+    return [(start * width, min(stop * width, count)) for start, stop in tensor.columns.ranges]
+
+
+def _ranges(selection: Selection) -> list[list[int]]:
+    return [list(pair) for pair in selection.ranges]
+
+
+def _cuts(tensor: PlanTensor) -> list[list[list[int]]]:
+    return [[[cut.digit, cut.wanted, cut.total] for cut in cuts] for cuts in tensor.cuts]
 
 
 def _hex(blocks: tuple[BlockId, ...] | None) -> str | None:

@@ -100,6 +100,17 @@ class ObjectReader:
                 found[identity] = known[identity] = decode_object(kind, identity, data)
         return found
 
+    def require(self, kind: type[_T], identities: Iterable[ObjectId]) -> None:
+        """Whether objects of this kind with these ids are there; none is read.
+
+        Raises:
+            NotFoundError: one is not.
+        """
+        with self._environment.read() as txn:
+            for identity in identities:
+                if not (is_object_id(identity) and txn.contains(DATABASE_OF[kind], bytes.fromhex(identity))):
+                    raise NotFoundError(f"no {kind.__name__.lower()} {identity}", id=identity)
+
     def ids(self, kind: type, prefix: str = "") -> list[ObjectId]:
         """The ids of all objects of a kind that start with the hex digits `prefix`."""
         if not all(character in "0123456789abcdef" for character in prefix):
