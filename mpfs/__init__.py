@@ -7,16 +7,25 @@ published as commits, which can be compared and checked out.
 >>> repo = mpfs.open("models.mpfs", create=True)  # doctest: +SKIP
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-from mpfs.errors import MPFSError
-from mpfs.objects import Budget
-from mpfs.repository import Repository
-from mpfs.repository import open_repository as open  # noqa: A004  # mpfs.open, like gzip.open
+from mpfs.deferred import names
 
-try:
-    __version__ = version("mpfs")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "unknown"
+if TYPE_CHECKING:
+    from mpfs.errors import MPFSError
+    from mpfs.objects import Budget
+    from mpfs.repository import Repository
+    from mpfs.repository import open_repository as open  # noqa: A004  # mpfs.open, like gzip.open
+    from mpfs.version import __version__
+else:
+    __getattr__, __dir__ = names(
+        __name__,
+        {
+            "mpfs.errors": ("MPFSError",),
+            "mpfs.objects": ("Budget",),
+            "mpfs.repository": ("Repository", "open_repository as open"),
+            "mpfs.version": ("__version__",),
+        },
+    )
 
 __all__ = ["Budget", "MPFSError", "Repository", "__version__", "open"]

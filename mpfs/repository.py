@@ -17,8 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mpfs.errors import BadInputError, NotFoundError, RecipeError, RefConflictError
-from mpfs.history import Diff, LogEntry, ancestry, diff_snapshots, entry, resolve
-from mpfs.history.storage import StorageReport, measure_storage
+from mpfs.history import LogEntry, ancestry, entry, resolve
 from mpfs.ingest.facade import Imports
 from mpfs.merge.facade import Explains
 from mpfs.merge.options import DEFAULT_MEMORY, MergeOptions
@@ -27,29 +26,17 @@ from mpfs.merge.sweep.facade import Sweeps
 from mpfs.objects import Budget, Commit, ObjectId, Plan, Run, Snapshot, Tensor, object_id
 from mpfs.objects.ids import is_object_id
 from mpfs.objects.progress import Progress
-from mpfs.store import (
-    FsckReport,
-    GcResult,
-    HealReport,
-    Ref,
-    ReflogEntry,
-    RepairReport,
-    Store,
-    StoreInfo,
-    Writer,
-    check,
-    execute_gc,
-    heal,
-    repair,
-)
-from mpfs.store.pairs import PairRecord
+from mpfs.store import Ref, ReflogEntry, Store, StoreInfo
 from mpfs.store.store import DEFAULT_BLOCK_SIZE, DEFAULT_MAP_SIZE
-from mpfs.store.validate import validate
 from mpfs.vfs.contents import Contents
 
 if TYPE_CHECKING:
+    from mpfs.history import Diff
+    from mpfs.history.storage import StorageReport
     from mpfs.merge.analyze import AnalysisReport
     from mpfs.merge.naming import ModelFinder
+    from mpfs.store import FsckReport, GcResult, HealReport, RepairReport, Writer
+    from mpfs.store.pairs import PairRecord
 
 PolicyName: TypeAlias = Literal["energy", "layerwise", "uniform", "random"]
 MismatchPolicy: TypeAlias = Literal["error", "crop", "base"]
@@ -190,6 +177,8 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
             NotFoundError: there is none.
             BadInputError: the file is not a plan.
         """
+        from mpfs.store.validate import validate
+
         text = os.fspath(plan)
         path = Path(text)
         if path.is_file():
@@ -341,6 +330,8 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
             exact: read the blocks that differ; otherwise nothing is read, and numbers are estimates from sketches.
             progress: told tensors done, of all.
         """
+        from mpfs.history.diff import diff_snapshots
+
         return diff_snapshots(
             self.snapshot(a),
             self.snapshot(b),
@@ -406,6 +397,8 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
 
     def stats(self, revision: str | None = None) -> StorageReport:
         """How much a revision takes, or everything that refs reach."""
+        from mpfs.history.storage import measure_storage
+
         commits = [self.show(revision)] if revision is not None else self.log(inputs=True)
         return measure_storage(self._store, (item.commit.snapshot for item in commits), whole=revision is None)
 
@@ -427,6 +420,8 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
             statistics: compute the statistics of what is read again; default: whenever data is read.
             progress: told records done, of all.
         """
+        from mpfs.store.fsck import check
+
         stats_of = _stats_of if read_data and statistics is not False else None
         return check(
             self._store,
@@ -445,6 +440,8 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
         Raises:
             IntegrityError: the store's pages are damaged, so that nothing of it can be trusted.
         """
+        from mpfs.store.repair import repair
+
         return repair(self._store, stats_of=_stats_of, pairs_of=self._compared, author=self._author, progress=progress)
 
     def _compared(self, a: Tensor, b: Tensor) -> PairRecord:
@@ -464,6 +461,7 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
             BadInputError: it is damaged, unsafe or no checkpoint.
         """
         from mpfs.ingest.importer import ingest
+        from mpfs.store.repair import heal
 
         def read(writer: Writer) -> list[Tensor | Snapshot]:
             found = ingest(Path(source), writer, self.info.block_size)
@@ -486,6 +484,8 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
             LockedError: somebody is writing.
             NoSpaceError: there is no room for the copy.
         """
+        from mpfs.store.gc import execute_gc
+
         return execute_gc(
             self._store,
             now=int(clock.time()),

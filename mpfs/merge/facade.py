@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mpfs.errors import IntegrityError, NotFoundError
-from mpfs.history import Explanation, Insight, explain_plan
 from mpfs.merge.reports import Outlook, PlanReport
 from mpfs.objects import Commit, Cost, ObjectId, Plan, Run
 from mpfs.store import Store
+
+if TYPE_CHECKING:
+    from mpfs.history import Explanation, Insight
 
 _MOST_RUNS = 500
 """Past runs that an estimate of time looks at, whichever they are."""
@@ -36,6 +39,8 @@ class Explains:
         Raises:
             NotFoundError: there is no such commit or plan, or the commit was not made by a merge.
         """
+        from mpfs.history.explain import explain_plan
+
         plan, run = self._plan_of(target)
         return explain_plan(plan, None if run is None else run.figures)
 

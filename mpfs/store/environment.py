@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import cast
 
 import lmdb
-import numpy as np
 
+from mpfs.deferred import numpy as np
 from mpfs.errors import LockedError, MPFSError, NotARepositoryError
 from mpfs.store.ahead import SMALLEST, RoomAhead
 from mpfs.store.config import Config, Stamp, read_config, stamp, sync_directory

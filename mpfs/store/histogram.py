@@ -8,18 +8,22 @@ stream of, for n such bins in ascending order: n steps from the bin before (from
 from __future__ import annotations
 
 import zlib
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from numpy.typing import NDArray
+from mpfs.deferred import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 BINS: Final = 1 << 15
 """Values of the 15 bits below the sign. In 16-bit types each is a magnitude of its own; in float32 neighbouring bins are
 1/128 apart, in float64 1/16."""
 
-_STEP: Final = np.dtype("<u2")
-_COUNT: Final = np.dtype("<u8")
-_ENTRY: Final = _STEP.itemsize + _COUNT.itemsize
+_STEP: Final = "<u2"
+_COUNT: Final = "<u8"
+_STEP_SIZE: Final = 2
+_COUNT_SIZE: Final = 8
+_ENTRY: Final = _STEP_SIZE + _COUNT_SIZE
 _BYTES_PER_BIN: Final = 32
 
 
@@ -33,7 +37,7 @@ def pack_histogram(counts: NDArray[np.int64]) -> bytes:
     """A histogram, shape (BINS,), as stored."""
     bins = np.flatnonzero(counts)
     steps = np.diff(bins, prepend=0).astype(_STEP)
-    planes = counts[bins].astype(_COUNT).view(np.uint8).reshape(-1, _COUNT.itemsize).T
+    planes = counts[bins].astype(_COUNT).view(np.uint8).reshape(-1, _COUNT_SIZE).T
     return zlib.compress(steps.tobytes() + planes.tobytes(), 9)
 
 
@@ -48,7 +52,7 @@ def unpack_histogram(payload: bytes, numel: int) -> NDArray[np.int64] | None:
     if len(data) % _ENTRY or not stream.eof or stream.unused_data or bins > BINS:
         return None
     steps = np.frombuffer(data, _STEP, bins).astype(np.int64)
-    planes = np.frombuffer(data, np.uint8, offset=bins * _STEP.itemsize).reshape(_COUNT.itemsize, bins)
+    planes = np.frombuffer(data, np.uint8, offset=bins * _STEP_SIZE).reshape(_COUNT_SIZE, bins)
     found = np.ascontiguousarray(planes.T).view(_COUNT).reshape(-1)
     places = np.cumsum(steps)
     if bool((steps[1:] == 0).any()) or bool((places >= BINS).any()) or bool((found > np.uint64(numel)).any()):

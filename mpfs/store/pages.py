@@ -19,11 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
+from mpfs.deferred import numpy as np
 from mpfs.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _PAGE = struct.Struct("<QHHHH")
 _META = struct.Struct("<IIQQ48s48sQQ")

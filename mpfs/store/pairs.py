@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
+from mpfs.deferred import numpy as np
 from mpfs.objects import ObjectId, Tensor
 from mpfs.objects.dtypes import MERGEABLE
 from mpfs.store.environment import Environment, Transaction
@@ -25,6 +23,8 @@ from mpfs.store.locks import repository_lock
 from mpfs.store.seal import SEAL_SIZE, is_sealed, seal, unseal
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from mpfs.store.store import Store
 
 Pair: TypeAlias = tuple[ObjectId, ObjectId]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-import numpy as np
 import xxhash
 
+from mpfs.deferred import numpy as np
 from mpfs.objects import BlockId, ObjectId, Tensor, object_id
 from mpfs.objects.dtypes import CODES
 from mpfs.store.environment import Environment, Transaction

@@ -45,7 +45,7 @@ def on_terminal(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = 
 def test_version_and_help_come_without_the_library(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom mpfs_cli.main import run\nassert run([sys.argv[1]]) == 0\n"
-        "assert not {'mpfs', 'numpy', 'torch', 'numba', 'lmdb'} & set(sys.modules), 'too much is imported'"
+        "assert not {'mpfs.repository', 'numpy', 'torch', 'numba', 'lmdb', 'pydantic'} & set(sys.modules)"
     )
     for option, expected in (("--version", "mpfs "), ("--help", "Upkeep")):
         done = subprocess.run([sys.executable, "-c", code, option], cwd=tmp_path, capture_output=True, text=True)
@@ -54,15 +54,24 @@ def test_version_and_help_come_without_the_library(tmp_path: Path) -> None:
         assert done.stderr == ""
 
 
-def test_reading_history_needs_neither_torch_nor_numba(workplace: Path) -> None:
+def test_reading_history_loads_no_arrays_and_no_merging(workplace: Path) -> None:
     code = (
         "import sys\nfrom mpfs_cli.main import run\n"
-        "for verb in (['log', '--graph'], ['show', 'a'], ['ls', 'a', '--tensors'], ['branch'], ['reflog']):\n"
+        "for verb in (['log', '--graph'], ['show', 'a'], ['ls', 'a', '--tensors'], ['branch'],\n"
+        "             ['tag', 't', 'a'], ['rm', 't'], ['reflog'], ['-r', '.', 'branch', '--json']):\n"
         "    assert run(verb) == 0\n"
-        "    assert not {'torch', 'numba'} & set(sys.modules), verb"
+        "    heavy = {'torch', 'numba', 'numpy', 'pydantic', 'yaml', 'fsspec', 'rich', 'mpfs.merge.engine'}\n"
+        "    assert not heavy & set(sys.modules), (verb, heavy & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=workplace, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_verb_loads_no_other_verb(workplace: Path) -> None:
+    code = "import sys\nfrom mpfs_cli.main import run\nassert run(['branch']) == 0\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=workplace, capture_output=True, text=True)
+    assert "mpfs_cli.branch" in done.stdout
+    assert not {f"mpfs_cli.{verb}" for verb in ("log", "merge", "import_", "mount", "sweep")} & set(done.stdout.split())
 
 
 def test_data_goes_to_stdout_and_talk_to_stderr(workplace: Path) -> None:

@@ -11,8 +11,9 @@ from test_fsck import CASES, Damage, Parts
 
 from mpfs.errors import IntegrityError, LockedError
 from mpfs.objects import Commit, Snapshot, Tensor
-from mpfs.store import BlockInfo, FsckReport, RepairReport, Store, Writer, check, execute_gc, heal, repair, stats_key
+from mpfs.store import BlockInfo, FsckReport, RepairReport, Store, Writer, check, execute_gc, stats_key
 from mpfs.store.environment import Transaction
+from mpfs.store.repair import heal, repair
 from mpfs.store.seal import seal
 
 pytest_plugins = ["store_fixtures"]

@@ -7,7 +7,8 @@ from store_helpers import DAY, NOW, STATS, assert_clean, publish, remove, stage,
 
 from mpfs.errors import IntegrityError
 from mpfs.objects import Commit, Snapshot, Tensor
-from mpfs.store import Store, check, execute_gc, repair, statistics
+from mpfs.store import Store, check, execute_gc, statistics
+from mpfs.store.repair import repair
 
 pytest_plugins = ["store_fixtures"]
 
