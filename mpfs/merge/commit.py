@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time as clock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from mpfs.formats.training import DIRECTORY as TRAINING_STATE
 from mpfs.merge.architecture import Config
@@ -22,6 +23,7 @@ from mpfs.merge.options import MergeOptions
 from mpfs.merge.output import assemble
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, recipe_from_mapping
+from mpfs.merge.remembered import Memory
 from mpfs.merge.reports import MergeReport
 from mpfs.merge.room import require_room
 from mpfs.objects import (
@@ -82,10 +84,12 @@ def make_plan(
     on_mismatch: OnMismatch,
     author: str = "",
     notes: Sequence[str] = (),
+    memory: Memory | None = None,
 ) -> Plan:
     """Fit the models together and choose what to read; see `Repository.plan`.
 
-    `author` is who cut models are by, `notes` what a person should know of the models besides.
+    `author` is who cut models are by, `notes` what a person should know of the models besides, `memory` what is known of
+    earlier plans.
     """
     fitting = fit_models(store, recipe, models, on_mismatch, author)
     return compile_plan(
@@ -99,6 +103,7 @@ def make_plan(
         policy=policy,
         seed=seed,
         pairs=PairTable(store.environment),
+        memory=memory,
     )
 
 
@@ -141,15 +146,25 @@ def check_foreign_plan(store: Store, plan: Plan) -> None:
 
 
 def run_plan(
-    store: Store, plan: Plan, into: str, *, message: str | None, author: str, options: MergeOptions
+    store: Store,
+    plan: Plan,
+    into: str,
+    *,
+    message: str | None,
+    author: str,
+    options: MergeOptions,
+    learnt: Mapping[bytes, bytes] = MappingProxyType({}),
 ) -> MergeReport:
-    """Run a plan and commit its result to a branch; see `Repository.merge`."""
+    """Run a plan and commit its result to a branch; see `Repository.merge`. `learnt` is what the reuse table shall have of
+    the planning."""
     started, started_at = clock.monotonic(), int(clock.time())
     tip = store.refs.branch_tip(into)
     with store.writer() as writer:
         if options.check_space:
             require_room(store, writer, [plan], reuse=options.reuse)
         outcome = execute(plan, store, writer, options)
+        for key, value in learnt.items():
+            writer.put_reuse(key, value)
         return publish_outcome(
             store,
             writer,

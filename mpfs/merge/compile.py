@@ -5,7 +5,7 @@ Reads statistics and block sizes, never a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from mpfs.errors import UsageError
 from mpfs.merge.bounds import Chosen, choose_all, choose_under, choose_within, limit_of
 from mpfs.merge.differing import BlockRuns, blocks_in
-from mpfs.merge.distinct import Merged
+from mpfs.merge.distinct import Distinct, Merged
 from mpfs.merge.inputs import Fit, TensorInputs, keeps_value
 from mpfs.merge.magnitudes import Histograms
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator
 from mpfs.merge.planner import Choice, Policy, predicted_fidelity
 from mpfs.merge.recipe import Recipe
-from mpfs.merge.weighing import Weigher
+from mpfs.merge.remembered import Memory, Worth, is_whole
+from mpfs.merge.weighing import Priced, Weigher, price
 from mpfs.objects import BlockId, Bound, Budget, Cost, Cut, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.objects.plan import NO_DELTA
@@ -45,6 +46,7 @@ def compile_plan(
     policy: Policy = "energy",
     seed: int = 0,
     pairs: PairTable | None = None,
+    memory: Memory | None = None,
 ) -> Plan:
     """Make a plan.
 
@@ -57,6 +59,7 @@ def compile_plan(
         policy: how blocks are chosen.
         seed: for the random policy and for methods that draw random numbers.
         pairs: exact distances, which are preferred to estimates where they are known.
+        memory: what is known of earlier plans, where `pairs` was the same.
 
     Raises:
         BudgetInfeasibleError: the method must read more than a budget allows.
@@ -65,6 +68,11 @@ def compile_plan(
     """
     check_budget(budget)
     weigher = Weigher(reader, pairs)
+    if is_whole(recipe, budget):
+        priced = {item.inputs.name: item for item in price(fitted.tensors)}
+        full = Distinct(priced).nbytes()
+        choices = _everything(priced, operator, weigher, memory or Memory(None))
+        return write_plan(recipe, models, fitted, operator, choices, full, full, block_size, budget, policy, seed, None)
     weighed = Merged({item.inputs.name: item for item in weigher.weigh(fitted.tensors, operator)})
     full = weighed.distinct.nbytes()
     limit = limit_of(budget, full)
@@ -82,6 +90,19 @@ def compile_plan(
         recipe, models, fitted, operator, choices, full, planned, block_size, budget, policy, seed, histograms
     )
     return replace(plan, bounds=bounds) if bounds else plan
+
+
+def _everything(priced: Mapping[str, Priced], operator: Operator, weigher: Weigher, memory: Memory) -> Chosen:
+    """The choice of everything, of which only those tensors are weighed of which it is not known what that is worth."""
+    known = memory.worths([item.inputs for item in priced.values()], operator)
+    rest = [item.inputs for name, item in priced.items() if name not in known]
+    weighed = choose_all(Merged({item.inputs.name: item for item in weigher.weigh(rest, operator)}))
+    for inputs in rest:
+        memory.learn_worth(inputs, operator, Worth(weighed[inputs.name].energy, weighed[inputs.name].cosine))
+    return {
+        name: weighed[name] if name in weighed else Choice(item.cost > 0, known[name].energy, 0.0, known[name].cosine)
+        for name, item in priced.items()
+    }
 
 
 def write_plan(

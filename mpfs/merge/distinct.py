@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.merge.differing import BlockRuns, BoolArray, IntArray, numbered
-from mpfs.merge.weighing import Weighed
+from mpfs.merge.weighing import Priced, Weighed
 
 
 class Merged(dict[str, Weighed]):
@@ -28,12 +28,12 @@ class Distinct:
     the choices: a column and an expert of a tensor.
     """
 
-    def __init__(self, weighed: Mapping[str, Weighed]) -> None:
+    def __init__(self, weighed: Mapping[str, Priced | Weighed]) -> None:
         self._names = list(weighed)
         items = list(weighed.values())
         widths = [len(item.inputs.experts) for item in items]
-        starts = np.cumsum([0, *(item.candidates.cost.size for item in items)])
-        costly = np.concatenate([np.zeros(0, bool), *(item.candidates.cost.reshape(-1) > 0 for item in items)])
+        starts = np.cumsum([0, *(item.cost.size for item in items)])
+        costly = np.concatenate([np.zeros(0, bool), *(item.cost.reshape(-1) > 0 for item in items)])
         ids, sizes, cells, tensors, models = [], [], [], [], []
         for expert in range(max(widths, default=0)):
             some = [index for index, width in enumerate(widths) if expert < width]

@@ -15,8 +15,9 @@ from mpfs.merge.naming import ModelFinder
 from mpfs.merge.options import MergeOptions
 from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, load_recipes, recipe_from_mapping
+from mpfs.merge.remembered import Memory
 from mpfs.merge.reports import MergeReport
-from mpfs.objects import Budget, Commit, Plan, object_id
+from mpfs.objects import Budget, Commit, ObjectId, Plan, object_id
 from mpfs.store import Store
 
 
@@ -33,11 +34,24 @@ def read_documents(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[
 
 
 def plan_document(
-    recipe: Recipe, finder: ModelFinder, budget: Budget, policy: Policy, seed: int, on_mismatch: OnMismatch
+    recipe: Recipe,
+    finder: ModelFinder,
+    budget: Budget,
+    policy: Policy,
+    seed: int,
+    on_mismatch: OnMismatch,
+    memory: Memory | None = None,
 ) -> Plan:
-    """Find the models of one document, and plan it; see `Repository.plan`."""
-    found = find_models(recipe, finder)
-    return make_plan(
+    """Find the models of one document, and plan it; see `Repository.plan`. What `memory` knows is not planned again."""
+    memory = memory or Memory(finder.store)
+    commits = {name: finder.commit(name) for name in recipe.model_names}
+    memory.begin()
+    key = memory.plan_key(recipe, commits, budget, policy, seed, on_mismatch)
+    plan = memory.plan(key, recipe, commits)
+    if plan is not None:
+        return plan
+    found = find_models(recipe, finder, commits)
+    plan = make_plan(
         finder.store,
         recipe,
         found.models,
@@ -47,18 +61,23 @@ def plan_document(
         on_mismatch=on_mismatch,
         author=finder.author,
         notes=found.notes,
+        memory=memory,
     )
+    memory.learn_plan(key, recipe, plan)
+    return plan
 
 
-def find_models(recipe: Recipe, finder: ModelFinder) -> Aligned:
-    """The models of a recipe in the order of its `model_names`, with the vocabulary that it asks for, and notes.
+def find_models(recipe: Recipe, finder: ModelFinder, commits: Mapping[str, ObjectId] | None = None) -> Aligned:
+    """The models of a recipe in the order of its `model_names`, with the vocabulary that it asks for, and notes. `commits`
+    are those of models that have been found.
 
     Raises:
         As `ModelFinder.commit` and `mpfs.merge.align.align`.
     """
 
     def load(names: Sequence[str]) -> list[Model]:
-        return [load_model(finder.store, name, finder.commit(name)) for name in names]
+        found = commits or {}
+        return [load_model(finder.store, name, found.get(name) or finder.commit(name)) for name in names]
 
     models = load(recipe.model_names)
     if recipe.tokenizer is None and recipe.chat_template is None:
@@ -105,10 +124,19 @@ def merge_documents(
 ) -> tuple[MergeReport, ...]:
     """Merge documents in order, each to its branch; see `Repository.merge`."""
     reports = []
+    memory = Memory(finder.store, use=options.reuse, learn=True)
     for branch, document in documents:
         with finder.store.objects.remembering():
-            plan = plan_document(document, finder, budget, policy, seed, on_mismatch)
-            report = run_plan(finder.store, plan, branch, message=message, author=finder.author, options=options)
+            plan = plan_document(document, finder, budget, policy, seed, on_mismatch, memory)
+            report = run_plan(
+                finder.store,
+                plan,
+                branch,
+                message=message,
+                author=finder.author,
+                options=options,
+                learnt=memory.take(),
+            )
         reports.append(report)
     return tuple(reports)
 

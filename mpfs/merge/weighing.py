@@ -38,12 +38,26 @@ _BATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Priced:
+    """A merged tensor of C columns and E experts, and what reading it costs: `cost` (C, E), in bytes. `differing` says, for
+    each expert, which blocks are not the base's."""
+
+    inputs: TensorInputs
+    differing: tuple[NDArray[np.bool_], ...]
+    cost: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Weighed:
-    """A merged tensor with the planner's view of it. `differing` says, for each expert, which blocks are not the base's."""
+    """A merged tensor with the planner's view of it; `differing` and `cost` as above."""
 
     inputs: TensorInputs
     differing: tuple[NDArray[np.bool_], ...]
     candidates: Candidates
+
+    @property
+    def cost(self) -> NDArray[np.int64]:
+        return self.candidates.cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +184,18 @@ class Weigher:
             for expert, (_, item) in enumerate(inputs.experts):
                 records[expert, rows] = origin[rows] if item.identity == base.identity else next(rest)
         return origin, records
+
+
+def price(tensors: Iterable[TensorInputs]) -> Iterator[Priced]:
+    """The merged ones among some tensors with what reading them costs, in order; nothing is looked up."""
+    for batch in _batches(inputs for inputs in tensors if inputs.merged):
+        found: dict[int, Priced] = {}
+        for some in _of_equal_width(batch):
+            alike = [batch[index] for index in some]
+            rows, differing, cost = _costs(alike, Segments([_columns(inputs) for inputs in alike]))
+            found.update(zip(some, map(Priced, alike, differing, [cost[place] for place in rows]), strict=True))
+        for index in range(len(batch)):
+            yield found[index]
 
 
 def _batches(tensors: Iterable[TensorInputs]) -> Iterator[list[TensorInputs]]:

@@ -15,14 +15,14 @@ from typing import TypeVar
 
 from mpfs.errors import IntegrityError
 from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
-from mpfs.objects.ids import BLOCK_ID_SIZE
 from mpfs.store.blocks import BlockInfo
 from mpfs.store.compact import compact_store, remove_leftovers
 from mpfs.store.environment import Transaction
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import DATABASE_OF, decode_object
+from mpfs.store.pairs import delete_pairs, pair_states
 from mpfs.store.refs import QUARANTINE, decode_ref, decode_reflog_entry
-from mpfs.store.seal import SEAL_SIZE
+from mpfs.store.reuse import useless
 from mpfs.store.statistics import PACKED
 from mpfs.store.store import Store
 
@@ -314,7 +314,9 @@ def _execute(store: Store, plan: GcPlan) -> None:
                     txn.delete("plans", bytes.fromhex(gone))
     _delete(store, "runs", map(bytes.fromhex, plan.runs))
     _delete(store, "snapshots", map(bytes.fromhex, plan.snapshots))
-    _delete(store, "pairs", _pairs_of(store, set(map(bytes.fromhex, plan.tensors))))
+    for keys in _chunks(_pairs_of(store, set(map(bytes.fromhex, plan.tensors))), _BATCH_KEYS):
+        with store.environment.write() as txn:
+            delete_pairs(txn, keys)
     _delete(store, "tensors", map(bytes.fromhex, plan.tensors))
     _delete(store, PACKED, _without_tensor(store))
     _delete(store, "reuse", _reuse_of(store, set(plan.blocks)))
@@ -362,14 +364,14 @@ def _without_tensor(store: Store) -> list[bytes]:
 
 
 def _reuse_of(store: Store, blocks: set[BlockId]) -> list[bytes]:
-    """Keys of reuse entries that name a block that goes."""
-    if not blocks:
-        return []
+    """Keys of reuse entries that name a block that goes or a plan that is gone, or say what was planned by other records
+    of pairs."""
+    states = pair_states(store)
     return [
         key
-        for _, batch in store.environment.batches("reuse")
+        for txn, batch in store.environment.batches("reuse")
         for key, value in batch
-        if any(bytes(value[i : i + BLOCK_ID_SIZE]) in blocks for i in range(0, len(value) - SEAL_SIZE, BLOCK_ID_SIZE))
+        if useless(txn, value, blocks, states)
     ]
 
 

@@ -5,18 +5,26 @@ f64), the other how often the difference of two elements has which magnitude (`m
 that would take too much room. Neither knows an order, so keys begin with the two tensors' ids, the smaller one first.
 Records are made by imports with a base, by merges, and by `mpfs analyze`, and only ever make plans better: a damaged one
 is as good as none, and gc drops those whose tensors go.
+
+So a plan depends on what the table holds. Its *states*, one for the distances and one for the histograms, are random numbers
+that change in every transaction that changes records of that kind: what was planned in the same states is what would
+be planned now. They are entries of the reuse table; one that is lost is as good as a change.
 """
 
 from __future__ import annotations
 
+import hashlib
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from mpfs.deferred import numpy as np
+from mpfs.errors import IntegrityError
 from mpfs.objects import ObjectId, Tensor
 from mpfs.objects.dtypes import MERGEABLE
+from mpfs.objects.encoding import decode, encode
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.histogram import unpack_histogram
 from mpfs.store.locks import repository_lock
@@ -34,6 +42,22 @@ _BATCH: Final = 4096
 _ID_SIZE: Final = 32
 HISTOGRAM: Final = b"h"
 """What a histogram's key has after the ids; that of the distances has nothing."""
+
+
+_STATE: Final = "pair_state"
+"""The kind of the entries that hold states."""
+_STATE_KEYS: Final = {
+    suffix: hashlib.sha256(f"{_STATE}: {name}".encode()).digest()
+    for suffix, name in ((b"", "distances"), (HISTOGRAM, "histograms"))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PairStates:
+    """The states of the pair table."""
+
+    distances: str
+    histograms: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +129,62 @@ def pairs_size(records: Mapping[Pair, PairRecord]) -> int:
 
 def put_pair_records(txn: Transaction, records: Mapping[Pair, PairRecord]) -> None:
     """The same within a transaction, under the caller's lock."""
+    changed: set[bytes] = set()
     for (a, b), record in records.items():
         if txn.contains("tensors", bytes.fromhex(a)) and txn.contains("tensors", bytes.fromhex(b)):
             for suffix, payload in ((b"", record.distances), (HISTOGRAM, record.histogram)):
-                if payload is not None:
-                    key = _key(a, b) + suffix
-                    txn.put("pairs", key, seal(key, payload))
+                key = _key(a, b) + suffix
+                value = None if payload is None else seal(key, payload)
+                if value is not None and value != bytes(txn.get("pairs", key) or b""):
+                    txn.put("pairs", key, value)
+                    changed.add(suffix)
+    _renew(txn, changed)
+
+
+def delete_pairs(txn: Transaction, keys: Iterable[bytes]) -> None:
+    """Remove records by their keys, within a transaction."""
+    _renew(txn, {key[2 * _ID_SIZE :] for key in keys if txn.delete("pairs", key)})
+
+
+def pair_states(store: Store) -> PairStates | None:
+    """The states of the pair table; None where they are not told (yet).
+
+    Who plans asks before looking anything up in the table: then a plan is never taken for one of a later state.
+    """
+    with store.environment.read() as txn:
+        found = txn.get_many("reuse", list(_STATE_KEYS.values()))
+    try:
+        states = [decode(unseal(key, found[key], "state"), _STATE)["state"] for key in _STATE_KEYS.values()]
+    except (KeyError, ValueError, IntegrityError):
+        return None
+    return PairStates(*map(str, states))
+
+
+def begin_pair_states(store: Store) -> PairStates:
+    """The states of the pair table, told from now on.
+
+    Raises:
+        NoSpaceError: the disk or the map is full.
+    """
+    known = pair_states(store)
+    while known is None:
+        with repository_lock(store.path / "lock", exclusive=False), store.environment.write() as txn:
+            for key in _STATE_KEYS.values():
+                _put_state(txn, key)
+        known = pair_states(store)
+    return known
+
+
+def _renew(txn: Transaction, suffixes: Iterable[bytes]) -> None:
+    """Give the table new states, where it has some, for records whose keys end so (by a damaged one, both)."""
+    for suffix in suffixes:
+        for key in [_STATE_KEYS[suffix]] if suffix in _STATE_KEYS else _STATE_KEYS.values():
+            if txn.contains("reuse", key):
+                _put_state(txn, key)
+
+
+def _put_state(txn: Transaction, key: bytes) -> None:
+    txn.put("reuse", key, seal(key, encode({"kind": _STATE, "state": uuid.uuid4().hex})))
 
 
 def pair_problem(txn: Transaction, key: bytes, value: memoryview) -> str | None:

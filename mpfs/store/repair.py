@@ -26,7 +26,7 @@ from mpfs.store.environment import Transaction
 from mpfs.store.fsck import Check, FsckReport, PairsOf, StatsOf
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import DATABASE_OF, decode_object, put_object
-from mpfs.store.pairs import pair_problem
+from mpfs.store.pairs import delete_pairs, pair_problem
 from mpfs.store.refs import QUARANTINE, Ref, RefKind, decode_ref, decode_reflog_entry, set_ref
 from mpfs.store.seal import is_sealed, seal
 from mpfs.store.statistics import PACKED, missing, packed_problem, put_packed, stats_key
@@ -203,7 +203,10 @@ class _Repair:
         found["pairs"] += [key for key in suspect if key not in found["pairs"]]
         for database, useless in found.items():
             for txn, key in self._writing(useless):
-                txn.delete(database, key)
+                if database == "pairs":
+                    delete_pairs(txn, [key])
+                else:
+                    txn.delete(database, key)
             self._did(len(useless), f"removed damaged entries of {database}")
 
     def _run_index(self) -> None:

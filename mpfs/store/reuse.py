@@ -1,20 +1,26 @@
 """The reuse table: results by the digest of what they were computed from.
 
-Two kinds of entries share it: a column's output blocks, and what an operator's `prepare` found for a tensor. A column
-entry is only believed while all its blocks are in the store.
+Several kinds of entries share it: output blocks, of a column or of all that is computed of a tensor; and JSON: what an
+operator's `prepare` found for a tensor, what planning came to, and the states of the pair table (`mpfs.store.pairs`).
+Blocks and plans that an entry names may be gone, and it is only believed while they are there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final
 
 from mpfs.objects import BlockId
-from mpfs.objects.encoding import Json, encode
-from mpfs.objects.ids import BLOCK_ID_SIZE
+from mpfs.objects.encoding import Json, decode, encode
+from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
 from mpfs.store.environment import Environment, Transaction
+from mpfs.store.pairs import PairStates
 from mpfs.store.seal import SEAL_SIZE, is_sealed
+
+PLANNED: Final = "planned"
+"""The kind of entries of what planning came to: `plan` is a plan's id, or `worth` two numbers of a tensor (energy, cosine).
+`pairs` are the states of the pair table that it depends on: of the distances, and of the histograms or None."""
 
 _BATCH: Final = 1024
 """Columns that are looked up in one transaction."""
@@ -46,6 +52,24 @@ class ReuseTable:
         """The bytes that were stored under those of these keys that are known."""
         with self._environment.read() as txn:
             return _payloads(txn, keys)
+
+
+def useless(txn: Transaction, value: memoryview, gone: Container[BlockId], states: PairStates | None) -> bool:
+    """Whether an entry names a block that is gone or a plan that is not in the store, or is of other states of the pair
+    table."""
+    payload = bytes(value[:-SEAL_SIZE])
+    try:
+        planned = decode(payload, PLANNED)
+        distances, histograms = planned["pairs"]
+    except (ValueError, KeyError, TypeError):
+        return any(block in gone for block in _blocks(payload))
+    plan = planned.get("plan")
+    return (
+        states is None
+        or distances != states.distances
+        or histograms not in (None, states.histograms)
+        or (plan is not None and not (is_object_id(plan) and txn.contains("plans", bytes.fromhex(plan))))
+    )
 
 
 def _blocks(payload: bytes) -> tuple[BlockId, ...]:
