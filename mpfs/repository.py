@@ -514,10 +514,9 @@ class Repository(Contents, Imports, Explains, Sweeps, AbstractContextManager["Re
         )
 
     def _finder(self, folder: Path | None) -> ModelFinder:
-        from mpfs.ingest.hub import is_hub_model
         from mpfs.merge.naming import ModelFinder
 
-        return ModelFinder(self._store, self._author, self.resolve, self._bring_in, is_hub_model, folder)
+        return ModelFinder(self._store, self._author, self.resolve, self._bring_in, _is_hub_model, folder)
 
     def _bring_in(self, source: str | Path) -> ObjectId:
         from mpfs.merge.naming import imported_ref
@@ -540,6 +539,12 @@ def open_repository(path: str | os.PathLike[str], create: bool = False, *, autho
     if create and not (directory / "config.json").exists() and not (directory / REPOSITORY_NAME).is_dir():
         return Repository.create(directory, author=author)
     return Repository.open(directory, author=author)
+
+
+def _is_hub_model(name: str) -> bool:
+    from mpfs.ingest.hub import is_hub_model
+
+    return is_hub_model(name)
 
 
 def _stats_of(data: memoryview, dtype: str, first_element: int) -> bytes:
