@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mpfs.stats.accumulators import Accumulators
 from mpfs.stats.decode import FORMATS, Bits
-from mpfs.stats.hashing import GROUP
+from mpfs.stats.hashing import GROUP, TILE
 from mpfs.stats.native import Argument, Array, kernel
 
 _MODULE: Final = "mpfs.stats.kernels"
@@ -37,7 +37,7 @@ def warm_up(dtype: str) -> None:
 
 def accumulate(bits: Bits, dtype: str, first_group: int, into: Accumulators) -> None:
     """See `Backend.accumulate`."""
-    scratch = np.empty(GROUP, np.float64)
+    scratch = np.empty(TILE * GROUP, np.float64)
     _kernel("accumulate", dtype)(bits, first_group, into.sketch, into.sums, into.squares, into.tallies, scratch)
 
 
