@@ -94,7 +94,8 @@ class Repository:
             self.tensor_bytes(identity)
         for key, value in self.raw["reuse"].items():
             payload = unseal(key, value)
-            require(len(key) == 32 and (len(payload) % 16 == 0 or json.loads(payload)["kind"] == "prepared"), "reuse")
+            kinds = ("prepared", "planned", "pair_state")
+            require(len(key) == 32 and (len(payload) % 16 == 0 or json.loads(payload)["kind"] in kinds), "reuse")
         for commit, run in self.raw["run_index"].items():
             require(self.objects["runs"][run.hex()]["commit"] == commit.hex(), "run_index")
         for identity, commit in self.objects["commits"].items():
