@@ -7,7 +7,7 @@ counted by distinct blocks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +20,14 @@ from mpfs.merge.compile import column_blocks
 from mpfs.merge.conversion import TYPES, converted
 from mpfs.merge.deferred import torch
 from mpfs.merge.inputs import promote
-from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn
+from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn, Only
 from mpfs.merge.models import ModelTensor
 from mpfs.merge.numeric import to_torch
 from mpfs.merge.operators import Column
 from mpfs.objects import BlockId, ObjectId, Plan, PlanTensor, Tensor
 from mpfs.stats.stored import blocks_per_column
 from mpfs.store import BlockReader, ObjectReader
+from mpfs.store.blocks import Read
 
 _PREFETCH_COLUMNS = 16
 
@@ -125,11 +126,12 @@ class _Reads:
     base: tuple[tuple[BlockId, int], ...]
     experts: tuple[tuple[tuple[BlockId, int], ...], ...]
 
-    def wanted(self) -> dict[BlockId, None]:
-        """The distinct blocks, in order."""
+    def wanted(self, only: Collection[int] | None = None) -> dict[BlockId, None]:
+        """The distinct blocks, in order; of all experts, or some."""
         found = dict.fromkeys(self.base_run)
-        for blocks in self.experts:
-            found.update(dict.fromkeys([block for block, _ in blocks]))
+        for expert, blocks in enumerate(self.experts):
+            if only is None or expert in only:
+                found.update(dict.fromkeys([block for block, _ in blocks]))
         return found
 
 
@@ -182,13 +184,13 @@ class DeltaIterator:
         """The ids of the base's blocks in a column."""
         return None if self._inputs.base is None else self._reads(column).base_run
 
-    def prefetch(self, columns: Iterable[int]) -> None:
+    def prefetch(self, columns: Iterable[int], only: Only | None = None) -> None:
         """Ask the disk for what these columns will read."""
-        self._reader.prefetch(self.wanted(columns))
+        self._reader.prefetch(self.wanted(columns, only))
 
-    def wanted(self, columns: Iterable[int]) -> list[BlockId]:
+    def wanted(self, columns: Iterable[int], only: Only | None = None) -> list[BlockId]:
         """The blocks that these columns will read."""
-        return [block for column in columns for block in self._reads(column).wanted()]
+        return [block for column in columns for block in self._reads(column).wanted(only and only[column])]
 
     def read(self, column: int) -> Column:
         """One column, in the work dtype, on the device.
@@ -208,38 +210,40 @@ class DeltaIterator:
         return Column(start, base, experts)
 
     @contextmanager
-    def view(self, columns: Sequence[int]) -> Iterator[list[BitsColumn]]:
+    def view(self, columns: Sequence[int], only: Only | None = None) -> Iterator[Iterator[BitsColumn]]:
         """Columns as bit patterns in the work dtype (one of `BIT_TYPES`); without a copy if that is how they are stored.
 
-        The arrays rest on the store's map, and are valid inside the `with` block.
+        Each is read when it is asked for, so that it still is in the processor's caches when it is worked on. The arrays
+        rest on the store's map, and are valid inside the `with` block.
 
         Raises:
             IntegrityError: a block is missing or damaged.
         """
-        wanted: dict[BlockId, None] = {}
-        for reads in map(self._reads, columns):
-            self._ledger.base(reads.base)
-            for blocks in reads.experts:
-                self._ledger.expert(blocks)
-            wanted.update(reads.wanted())
         try:
-            with self._reader.view(list(wanted), self._tensor.name) as payloads:
-                data = dict(zip(wanted, payloads, strict=True))
-                yield [self._bits_column(column, data) for column in columns]
+            with self._reader.reading(self._tensor.name) as read:
+                yield (self._bits_column(column, read, only and only[column]) for column in columns)
         except IntegrityError:
             for column in columns:
                 self.read(column)  # says whose block it is
             raise
 
-    def _bits_column(self, column: int, data: Mapping[BlockId, memoryview]) -> BitsColumn:
+    def _bits_column(self, column: int, read: Read, only: Collection[int] | None) -> BitsColumn:
         start, reads, base = column * self._tensor.column_elements, self._reads(column), self._inputs.base
+        self._ledger.base(reads.base)
+        for expert, blocks in enumerate(reads.experts):
+            if only is None or expert in only:
+                self._ledger.expert(blocks)
+        wanted = reads.wanted(only)
+        data = dict(zip(wanted, read(wanted), strict=True))
         values = None if base is None else self._bits(reads.base_run, data, base.tensor.dtype)
         experts = [
+            None
+            if run is None or (only is not None and index not in only)
             # No blocks of its own: it is the base here.
-            None if run is None else self._bits(run, data, expert.tensor.dtype) if own else values
-            for expert, run, own in zip(self._inputs.experts, reads.runs, reads.experts, strict=True)
+            else (self._bits(run, data, self._inputs.experts[index].tensor.dtype) if own else values)
+            for index, (run, own) in enumerate(zip(reads.runs, reads.experts, strict=True))
         ]
-        return BitsColumn(start, min(self._tensor.column_elements, self._tensor.numel - start), values, experts)
+        return BitsColumn(column, start, min(self._tensor.column_elements, self._tensor.numel - start), values, experts)
 
     def _bits(self, run: tuple[BlockId, ...], data: Mapping[BlockId, memoryview], dtype: str) -> Bits:
         work = self._work

@@ -7,9 +7,10 @@ exactly their ranges (DESIGN §4: no read-ahead, but a prefetch by the file offs
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from mpfs.errors import IntegrityError
 from mpfs.objects import BlockId, ObjectId, Tensor, block_id
@@ -91,6 +92,10 @@ def _ask(environment: Environment, start: int, end: int) -> None:
             environment.prefetch(start, end - start)
 
 
+Read: TypeAlias = Callable[[Iterable[BlockId]], list[memoryview]]
+"""Gives blocks' payloads, verified, in the order of their ids."""
+
+
 class BlockReader:
     """Reads blocks by id and verifies each against its id."""
 
@@ -98,16 +103,24 @@ class BlockReader:
         self._environment = environment
 
     @contextmanager
-    def view(self, blocks: Sequence[BlockId], where: str) -> Iterator[list[memoryview]]:
-        """The payloads of a batch of blocks, without a copy: buffers into the map, valid inside the `with` block.
+    def reading(self, where: str) -> Iterator[Read]:
+        """A function that gives the payloads of blocks, without a copy: buffers into the map, valid inside the `with` block.
 
-        `where` names the reader's object (tensor, snapshot) for error messages.
+        `where` names the reader's object (tensor, snapshot) for error messages. The function raises IntegrityError where a
+        block is missing, or its bytes are not what its id says.
+        """
+        with self._environment.read() as txn:
+            yield lambda blocks: [_verified(txn, block, where) for block in blocks]
+
+    @contextmanager
+    def view(self, blocks: Iterable[BlockId], where: str) -> Iterator[list[memoryview]]:
+        """The payloads of a batch of blocks, as `reading` gives them.
 
         Raises:
             IntegrityError: a block is missing, or its bytes are not what its id says.
         """
-        with self._environment.read() as txn:
-            yield [_verified(txn, block, where) for block in blocks]
+        with self.reading(where) as read:
+            yield read(blocks)
 
     def read(self, block: BlockId, where: str) -> bytes:
         """The raw bytes of one block, copied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from mpfs.merge.kernels.backend import Kernels, kernels
-from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn
+from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn, Only
 from mpfs.merge.numeric import dtype_name
 from mpfs.merge.operators import Column, LeftOut, Parameters, Prepared, Scalar, TensorContext, get_operator
 
@@ -92,6 +93,7 @@ class Columns:
             absent = hidden[number % len(hidden)] if hidden else ()
             self.columns.append(
                 BitsColumn(
+                    number,
                     low,
                     high - low,
                     None if base is None else base[low:high],
@@ -100,12 +102,16 @@ class Columns:
             )
 
     def numbers(self) -> list[int]:
-        return list(range(len(self.columns)))
+        return [column.number for column in self.columns]
 
-    def map(self, function: Callable[[BitsColumn], _T], only: Container[int] | None = None) -> Iterator[tuple[int, _T]]:
-        for number, column in enumerate(self.columns):
-            if only is None or number in only:
-                yield number, function(column)
+    def map(self, function: Callable[[BitsColumn], _T], only: Only | None = None) -> Iterator[tuple[int, _T]]:
+        for column in self.columns:
+            if only is None:
+                yield column.number, function(column)
+            elif column.number in only:
+                chosen = only[column.number]
+                experts = [expert if i in chosen else None for i, expert in enumerate(column.experts)]
+                yield column.number, function(replace(column, experts=experts))
 
     def in_order(self, function: Callable[[BitsColumn], None]) -> None:
         for column in self.columns:

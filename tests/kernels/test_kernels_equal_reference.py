@@ -112,7 +112,7 @@ def test_no_experts(method: str) -> None:
     base = cases.patterns(70, torch.bfloat16, 5, "special")
     path_values = cases.parameters([], [])
     columns = cases.Columns(base, [base], [])
-    column = BitsColumn(0, 70, columns.columns[0].base, [])
+    column = BitsColumn(0, 0, 70, columns.columns[0].base, [])
     columns.columns = [column]
     cases.check(method, cases.context(70, 0, torch.bfloat16), path_values, columns)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,10 +22,14 @@ def test_each_is_found_and_no_column_is_counted_twice(searches: list[tuple[list[
         for expert, (counts, number) in enumerate(zip(padded, wanted, strict=True))
     ]
 
-    def count(chosen: Sequence[Place], columns: Collection[int]) -> dict[int, list[int]]:
-        return {column: [padded[place.expert][column] for place in chosen] for column in columns}
+    counted: list[tuple[int, int]] = []
+
+    def count(asked: Mapping[int, Sequence[Place]]) -> dict[int, list[int]]:
+        counted.extend((place.expert, column) for column, here in asked.items() for place in here)
+        return {column: [padded[place.expert][column] for place in here] for column, here in asked.items()}
 
     narrow_all(places, count)
+    assert len(counted) == len(set(counted))
     for place, counts, number in zip(places, padded, wanted, strict=True):
         [column] = place.columns
         assert sum(counts[:column]) + place.wanted == number
@@ -37,9 +41,9 @@ def test_no_more_than_the_nearer_end_is_counted() -> None:
         place = Place(0, 7, wanted, 1000, range(100))
         seen: set[int] = set()
 
-        def count(chosen: Sequence[Place], columns: Collection[int], seen: set[int] = seen) -> dict[int, list[int]]:
-            seen |= set(columns)
-            return {column: [10] * len(chosen) for column in columns}
+        def count(asked: Mapping[int, Sequence[Place]], seen: set[int] = seen) -> dict[int, list[int]]:
+            seen.update(asked)
+            return {column: [10] * len(here) for column, here in asked.items()}
 
         narrow_all([place], count)
         assert seen == expected
@@ -48,5 +52,5 @@ def test_no_more_than_the_nearer_end_is_counted() -> None:
 
 def test_the_only_column_is_not_counted() -> None:
     place = Place(0, 7, 3, 5, [4])
-    narrow_all([place], lambda chosen, columns: {})
+    narrow_all([place], lambda asked: {})
     assert (place.columns, place.wanted) == ([4], 3)

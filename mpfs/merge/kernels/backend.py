@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -135,25 +135,21 @@ class Kernels:
         return int(found[0]), int(found[1])
 
     def drawn_norms(
-        self,
-        dtype: str,
-        column: BitsColumn,
-        expert: int,
-        key: int,
-        limit: int,
-        lanes: tuple[NDArray[np.float64], NDArray[np.float64]],
+        self, dtype: str, column: BitsColumn, draws: Mapping[int, tuple[int, int]], lanes: NDArray[np.float64]
     ) -> None:
-        """Add the magnitudes of an expert's deltas to the first lanes, those that a draw keeps to the second ones.
+        """Add the magnitudes of experts' deltas to the first 64 of their lanes, those that a draw keeps to the others.
 
-        The column starts at a multiple of 64 elements; columns must come in order (see `LaneSum`).
+        `draws` has the experts' streams and the limits below which bits are kept; `lanes`, shape (draws, 128), is in its
+        order. The column starts at a multiple of 64 elements; columns must come in order (see `LaneSum`).
         """
-        theirs = column.experts[expert]
-        if theirs is None:
-            return
-        base, theirs = _aligned(column.base), _aligned(theirs)
+        base = _aligned(column.base)
+        kept = [None if (expert := column.experts[i]) is None else _aligned(expert) for i in draws]
         dispatch.load("drawn_norms", dtype)(
-            *(_LIKE[dtype], column.numel, column.start, _address(base), _address(theirs), key, limit - 1),
-            *(*lanes, np.empty(2 * TILE, np.float32)),
+            *(_LIKE[dtype], column.numel, column.start, _address(base)),
+            np.array([0 if expert is None else _address(expert) for expert in kept], np.uint64),
+            np.array([key for key, _ in draws.values()], np.uint64),
+            np.array([limit - 1 for _, limit in draws.values()], np.uint32),
+            *(lanes, np.empty(3 * TILE, np.float32)),
         )
 
     def blend(self, dtype: str, base: Bits, other: Bits, factors: Sequence[float], *, keep_equal: bool) -> Bits:

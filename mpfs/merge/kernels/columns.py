@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -26,14 +26,19 @@ _Result = TypeVar("_Result")
 class BitsColumn:
     """A `Column` (see `mpfs.merge.operators.base`) as bit patterns; not to be written to.
 
-    `numel` is the number of elements of the column. What an array rests on may be gone once the function that was given
+    `number` is the column's place among the tensor's, `numel` its number of elements. What an array rests on may be gone once the function that was given
     the column has returned.
     """
 
+    number: int
     start: int
     numel: int
     base: Bits | None
     experts: Sequence[Bits | None]
+
+
+Only: TypeAlias = Mapping[int, Collection[int]]
+"""Columns by their numbers, and in each the experts that are wanted; the others are not read, and are None."""
 
 
 class BitsColumns(Protocol):
@@ -42,12 +47,10 @@ class BitsColumns(Protocol):
     def numbers(self) -> list[int]:
         """Their numbers, in order."""
 
-    def map(
-        self, function: Callable[[BitsColumn], _Result], only: Container[int] | None = None
-    ) -> Iterator[tuple[int, _Result]]:
+    def map(self, function: Callable[[BitsColumn], _Result], only: Only | None = None) -> Iterator[tuple[int, _Result]]:
         """`function` of each column, with the column's number, in order; computed on several threads, in any order.
 
-        `only` names the columns that are wanted.
+        `only` names what is wanted, if not everything.
         """
 
     def in_order(self, function: Callable[[BitsColumn], None]) -> None:

@@ -12,7 +12,6 @@ _MERGING: Final = "mpfs.merge.kernels.compiled"
 _PASSES: Final = "mpfs.merge.kernels.passes"
 _FORMATS: Final = {dtype: f"{bits.kind}{8 * bits.itemsize}" for dtype, bits in BIT_TYPES.items()}
 _FLOATS: Final = Array("f32")
-_LANES: Final = Array("f64")
 
 _ARGUMENTS: Final[dict[str, tuple[Argument, ...]]] = {
     "task_vector": (
@@ -41,7 +40,7 @@ _ARGUMENTS: Final[dict[str, tuple[Argument, ...]]] = {
         Array("u32"),
     ),
     "find_equal": ("i64", "u64", "u64", "u32", "i64", Array("i64")),
-    "drawn_norms": ("i64", "i64", "u64", "u64", "u64", "u32", _LANES, _LANES, _FLOATS),
+    "drawn_norms": ("i64", "i64", "u64", Array("u64"), Array("u64"), Array("u32"), Array("f64", 2), _FLOATS),
     "blend": ("u64", "u64", _FLOATS, "bool"),
     "products": ("i64", "u64", "u64", Array("f64", 2)),
 }

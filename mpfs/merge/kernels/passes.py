@@ -118,19 +118,29 @@ def find_equal(
 
 
 @inline
-def _draw(expert: Any, base: Any, n: Any, word: Any, at: Any, last: Any, sizes: Any, like: Any) -> None:
+def _draw(expert: Any, n: Any, word: Any, at: Any, last: Any, tile: Any, like: Any) -> None:
     first, second = np.uint32(np.uint32(word) + np.uint32(at)), np.uint32(word >> np.uint64(32))
     for j in range(n):
-        size = abs(delta_of(wide(expert[j]), wide(base[j]), like))
-        sizes[j] = size
-        sizes[TILE + j] = size if drawn(first, second, last) else np.float32(0)
+        size = abs(delta_of(wide(expert[j]), tile[j], like))
+        tile[TILE + j] = size
+        tile[2 * TILE + j] = size if drawn(first, second, last) else np.float32(0)
         first = np.uint32(first + np.uint32(1))
 
 
 @inline
-def _add_lanes(values: Any, n: Any, lanes: Any) -> None:
-    for j in range(n):
-        lanes[j] += np.float64(values[j])
+def _add_tile(values: Any, lanes: Any) -> None:
+    for j in range(64):
+        total = lanes[j] + np.float64(values[j])
+        for row in range(64, TILE, 64):
+            total += np.float64(values[row + j])
+        lanes[j] = total
+
+
+@inline
+def _add_rows(values: Any, n: Any, lanes: Any) -> None:
+    for low in range(0, n, 64):
+        for j in range(min(64, n - low)):
+            lanes[j] += np.float64(values[low + j])
 
 
 def drawn_norms(
@@ -138,37 +148,45 @@ def drawn_norms(
     size: Any,
     start: Any,
     base_address: Any,
-    expert_address: Any,
-    key: Any,
+    experts: Any,
+    keys: Any,
     last: Any,
-    full: Any,
-    masked: Any,
-    sizes: Any,
+    lanes: Any,
+    tile: Any,
 ) -> None:
-    """Add the magnitudes of a column's deltas to `full`, those that the draw keeps to `masked`; see `LaneSum`.
+    """Add the magnitudes of the deltas of a column's experts, all and those that the draw keeps, to lanes; see `LaneSum`.
 
     Args:
         like: any array of the format's type.
         size: elements of the column.
         start: the first one's index in the tensor, a multiple of 64.
-        key, last: the stream, and the last bits that are kept.
-        full, masked: float64, shape (64,).
-        sizes: float32, shape (2 · TILE,), to work in.
+        experts: uint64, shape (experts,): where their columns are; 0 for none.
+        keys, last: shape (experts,): the streams (uint64), and the last bits that are kept (uint32).
+        lanes: float64, shape (experts, 128): all, and behind them what is kept.
+        tile: float32, shape (3 · TILE,), to work in.
     """
     width = np.uint64(like.itemsize)
-    all_lanes, kept_lanes = place(full, 0), place(masked, 0)
+    work = place(tile, 0)
+    all_sizes, kept_sizes = place(tile, TILE), place(tile, 2 * TILE)
     low = np.int64(0)
     while low < size:
         at = (start + low) % GROUP
         n = min(TILE - at % TILE, size - low)
         ours = pointer(base_address + np.uint64(low) * width, like)
-        theirs = pointer(expert_address + np.uint64(low) * width, like)
-        _draw(theirs, ours, n, group_word(key, (start + low) // GROUP), at, signed(last), place(sizes, 0), like)
-        for row in range(0, n - n % 64, 64):
-            _add_lanes(place(sizes, row), 64, all_lanes)
-            _add_lanes(place(sizes, TILE + row), 64, kept_lanes)
-        _add_lanes(place(sizes, n - n % 64), n % 64, all_lanes)
-        _add_lanes(place(sizes, TILE + n - n % 64), n % 64, kept_lanes)
+        for j in range(n):
+            work[j] = wide(ours[j])
+        for e in range(experts.size):
+            if experts[e] == np.uint64(0):
+                continue
+            theirs = pointer(experts[e] + np.uint64(low) * width, like)
+            _draw(theirs, n, group_word(keys[e], (start + low) // GROUP), at, signed(last[e]), work, like)
+            all_lanes, kept_lanes = place(lanes[e], 0), place(lanes[e], 64)
+            if n == TILE:
+                _add_tile(all_sizes, all_lanes)
+                _add_tile(kept_sizes, kept_lanes)
+            else:
+                _add_rows(all_sizes, n, all_lanes)
+                _add_rows(kept_sizes, n, kept_lanes)
         low += n
 
 

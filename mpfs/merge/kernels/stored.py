@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from typing import TypeVar
 
 from mpfs.merge.delta import DeltaIterator
-from mpfs.merge.kernels.columns import BitsColumn
+from mpfs.merge.kernels.columns import BitsColumn, Only
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -36,23 +36,21 @@ class StoredColumns:
         """See `BitsColumns`."""
         return [number for batch in self._columns.batches() for number in batch]
 
-    def map(
-        self, function: Callable[[BitsColumn], _Result], only: Container[int] | None = None
-    ) -> Iterator[tuple[int, _Result]]:
+    def map(self, function: Callable[[BitsColumn], _Result], only: Only | None = None) -> Iterator[tuple[int, _Result]]:
         """See `BitsColumns`."""
         pending: deque[tuple[Sequence[int], Future[list[_Result]]]] = deque()
         waiting = 0
         try:
             for batch in self._columns.batches():
                 wanted = [number for number in batch if only is None or number in only]
-                self._columns.prefetch(wanted)
+                self._columns.prefetch(wanted, only)
                 for numbers in in_parts(wanted, self._window):
                     while waiting + len(numbers) > self._window and pending:
                         first, results = pending.popleft()
                         waiting -= len(first)
                         yield from zip(first, results.result(), strict=True)
                     waiting += len(numbers)
-                    pending.append((numbers, self._executor.submit(self._several, numbers, function)))
+                    pending.append((numbers, self._executor.submit(self._several, numbers, function, only)))
             while pending:
                 first, results = pending.popleft()
                 yield from zip(first, results.result(), strict=True)
@@ -67,10 +65,12 @@ class StoredColumns:
             for numbers in in_parts(batch, TOGETHER):
                 self._several(numbers, function)
 
-    def _several(self, numbers: Sequence[int], function: Callable[[BitsColumn], _Result]) -> list[_Result]:
+    def _several(
+        self, numbers: Sequence[int], function: Callable[[BitsColumn], _Result], only: Only | None = None
+    ) -> list[_Result]:
         if self._stopping.is_set():
             raise CancelledError
-        with self._columns.view(numbers) as columns:
+        with self._columns.view(numbers, only) as columns:
             return [function(column) for column in columns]
 
 

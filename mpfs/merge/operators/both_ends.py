@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.merge.kernels.backend import Kernels
-from mpfs.merge.kernels.columns import BitsColumn, BitsColumns
+from mpfs.merge.kernels.columns import BitsColumn, BitsColumns, Only
 from mpfs.merge.operators.base import TensorContext
 from mpfs.merge.operators.fast import KernelCounts
 from mpfs.merge.operators.magnitude import LAYOUTS, mirrored
@@ -37,11 +37,11 @@ class _Twice:
         """See `BitsColumns`."""
         return self._columns.numbers()
 
-    def map(
-        self, function: Callable[[BitsColumn], _Result], only: Container[int] | None = None
-    ) -> Iterator[tuple[int, _Result]]:
+    def map(self, function: Callable[[BitsColumn], _Result], only: Only | None = None) -> Iterator[tuple[int, _Result]]:
         """See `BitsColumns`."""
-        return self._columns.map(lambda column: function(self._doubled(column)), only)
+        once = len(self._left_out)
+        chosen = only and {column: {i % once for i in experts} for column, experts in only.items()}
+        return self._columns.map(lambda column: function(self._doubled(column)), chosen)
 
     def in_order(self, function: Callable[[BitsColumn], None]) -> None:
         """See `BitsColumns`."""
@@ -53,7 +53,7 @@ class _Twice:
             column.base if expert is None and not left_out else expert
             for expert, left_out in zip(column.experts, self._left_out, strict=True)
         ]
-        return BitsColumn(column.start, column.numel, column.base, experts * 2)
+        return BitsColumn(column.number, column.start, column.numel, column.base, experts * 2)
 
 
 class EndCounts:
@@ -142,7 +142,7 @@ class EndCounts:
 
         def count(column: BitsColumn) -> tuple[BitsColumn, list[int]]:
             counts = [self._kernels.find_equal(self._dtype, column, i, 0)[0] for i in wanted]
-            return BitsColumn(column.start, column.numel, None, ()), counts
+            return BitsColumn(column.number, column.start, column.numel, None, ()), counts
 
         for number, (column, counts) in self._columns.map(count):
             pass_gap(column.start)
@@ -160,6 +160,7 @@ class EndCounts:
     def _place(self, search: int, column: int, number: int) -> int:
         """The index after so many zero deltas of one column."""
         ((_, place),) = self._columns.map(
-            lambda found: found.start + self._kernels.find_equal(self._dtype, found, search, 0, number)[1], {column}
+            lambda found: found.start + self._kernels.find_equal(self._dtype, found, search, 0, number)[1],
+            {column: [search]},
         )
         return place

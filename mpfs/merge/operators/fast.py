@@ -6,7 +6,7 @@ the few elements at the end of a float32 tensor whose experts torch sums in an o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpfs.merge.deferred import torch
 from mpfs.merge.kernels.backend import Kernels
-from mpfs.merge.kernels.columns import BIT_TYPES, NAN, Bits, BitsColumn, BitsColumns, Largest, Rule, Whole
+from mpfs.merge.kernels.columns import BIT_TYPES, NAN, Bits, BitsColumn, BitsColumns, Largest, Only, Rule, Whole
 from mpfs.merge.operators.base import Column, Operator, Parameters, Prepared, TensorContext
 from mpfs.merge.operators.magnitude import LAYOUTS, Threshold, magnitude
 from mpfs.merge.operators.places import Place, narrow_all
@@ -227,12 +227,13 @@ class KernelCounts:
         """See `Counts`."""
         places = [self._place(i, *asked) for i, asked in wanted.items()]
         narrow_all(places, self._count)
-        found: dict[int, int] = {}
-        for number in dict.fromkeys(place.columns[0] for place in places):
-            here = [place for place in places if place.columns[0] == number]
-            for place, end in zip(here, self._ends(here, number), strict=True):
-                found[place.expert] = end
-        return found
+        found: dict[int, list[Place]] = {}
+        for place in places:
+            found.setdefault(place.columns[0], []).append(place)
+        ends = self._ends(found)
+        return {
+            place.expert: end for number, here in found.items() for place, end in zip(here, ends[number], strict=True)
+        }
 
     def _place(self, expert: int, pattern: int, wanted: int, total: int) -> Place:
         """Where to look, as far as it was counted."""
@@ -248,28 +249,33 @@ class KernelCounts:
             wanted -= count
         raise ValueError("there are fewer elements than are wanted")
 
-    def _count(self, places: Sequence[Place], numbers: Collection[int]) -> dict[int, list[int]]:
-        """How many elements of some columns have the places' patterns."""
+    def _count(self, wanted: Mapping[int, Sequence[Place]]) -> dict[int, list[int]]:
+        """How many elements of some columns have the patterns of the places that may lie there."""
 
         def count(column: BitsColumn) -> list[int]:
+            places = wanted[column.number]
             return [self._kernels.find_equal(self._dtype, column, item.expert, item.pattern)[0] for item in places]
 
-        return dict(self._columns.map(count, numbers))
+        return dict(self._columns.map(count, _experts(wanted)))
 
-    def _ends(self, places: Sequence[Place], number: int) -> list[int]:
-        """The indices after elements that lie in one column."""
+    def _ends(self, places: Mapping[int, Sequence[Place]]) -> dict[int, list[int]]:
+        """The indices after the elements; by columns, in each of which some of them lie."""
 
         def find(column: BitsColumn) -> list[int]:
             found = [
                 self._kernels.find_equal(self._dtype, column, item.expert, item.pattern, item.wanted)[1]
-                for item in places
+                for item in places[column.number]
             ]
             if min(found) < 0:
                 raise ValueError("there are fewer elements than are wanted")
             return [column.start + end for end in found]
 
-        ((_, ends),) = self._columns.map(find, {number})
-        return ends
+        return dict(self._columns.map(find, _experts(places)))
+
+
+def _experts(places: Mapping[int, Sequence[Place]]) -> Only:
+    """What is to be read of columns to look for places in them."""
+    return {number: {place.expert for place in here} for number, here in places.items()}
 
 
 def _together(groups: Sequence[tuple[list[int], NDArray[np.int64]]]) -> tuple[list[int], NDArray[np.int64]]:
@@ -282,15 +288,10 @@ def drawn_norms(
     kernels: Kernels, context: TensorContext, columns: BitsColumns, keys: Mapping[int, tuple[int, float]]
 ) -> dict[int, tuple[float, float]]:
     """The L1 norms of experts' deltas, whole and as drawn; `keys` has the experts' streams and densities."""
-    lanes = {i: (np.zeros(GROUP), np.zeros(GROUP)) for i in keys}
-    dtype = context.work
-
-    def add(column: BitsColumn) -> None:
-        for i, (key, density) in keys.items():
-            kernels.drawn_norms(dtype, column, i, key, keep_limit(density), lanes[i])
-
-    columns.in_order(add)
-    return {i: (fold_lanes(full), fold_lanes(masked)) for i, (full, masked) in lanes.items()}
+    lanes = np.zeros((len(keys), 2 * GROUP))
+    draws = {i: (key, keep_limit(density)) for i, (key, density) in keys.items()}
+    columns.in_order(lambda column: kernels.drawn_norms(context.work, column, draws, lanes))
+    return {i: (fold_lanes(row[:GROUP]), fold_lanes(row[GROUP:])) for i, row in zip(keys, lanes, strict=True)}
 
 
 def rule_of(threshold: Threshold, context: TensorContext) -> Rule:

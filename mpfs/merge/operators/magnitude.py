@@ -152,12 +152,14 @@ def count(values: Patterns, shift: int, bits: int, prefix: int) -> NDArray[np.in
 
 def cut_of(histogram: Histogram, keep: int) -> Cut:
     """Where the `keep` largest of all counted magnitudes end; a cut of nothing if there are not so many, or none are kept."""
-    at_least = np.cumsum(histogram[::-1])[::-1]
-    digit = int(np.count_nonzero(at_least >= keep)) - 1
-    if keep <= 0 or digit < 0:
+    bins = np.flatnonzero(histogram)
+    counts = histogram[bins]
+    at_least = np.cumsum(counts[::-1])[::-1]
+    place = int(np.count_nonzero(at_least >= keep)) - 1
+    if keep <= 0 or place < 0:
         return Cut(0, 0, 0)
-    above = int(at_least[digit]) - int(histogram[digit])
-    return Cut(digit, keep - above, int(histogram[digit]))
+    total = int(counts[place])
+    return Cut(int(bins[place]), keep - int(at_least[place]) + total, total)
 
 
 def mirrored(histogram: Histogram, work: str) -> Histogram:

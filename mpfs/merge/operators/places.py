@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -47,16 +47,21 @@ class Place:
 
 
 def narrow_all(
-    places: Sequence[Place], count: Callable[[Sequence[Place], Collection[int]], Mapping[int, Sequence[int]]]
+    places: Sequence[Place], count: Callable[[Mapping[int, Sequence[Place]]], Mapping[int, Sequence[int]]]
 ) -> None:
     """Narrow each down to one column.
 
-    `count` tells, of each of some columns, how many elements have the patterns of some places.
+    `count` is told columns, and for each the places that may lie there, and tells how many elements in it have their
+    patterns.
     """
-    while any(len(place.columns) > 1 for place in places):
-        for backwards in (False, True):
-            chosen = [place for place in places if len(place.columns) > 1 and place.backwards == backwards]
-            if chosen:
-                counts = count(chosen, {column for place in chosen for column in place.near()})
-                for index, place in enumerate(chosen):
-                    place.narrow({column: found[index] for column, found in counts.items()})
+    while left := [place for place in places if len(place.columns) > 1]:
+        wanted: dict[int, list[Place]] = {}
+        for place in left:
+            for column in place.near():
+                wanted.setdefault(column, []).append(place)
+        counts: dict[int, dict[int, int]] = {id(place): {} for place in left}
+        for column, found in count(wanted).items():
+            for place, number in zip(wanted[column], found, strict=True):
+                counts[id(place)][column] = number
+        for place in left:
+            place.narrow(counts[id(place)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 from mpfs.errors import IntegrityError
 from mpfs.merge.delta import DeltaIterator
-from mpfs.merge.kernels.columns import BitsColumn
+from mpfs.merge.kernels.columns import BitsColumn, Only
 from mpfs.merge.operators import Column
 from mpfs.objects import BlockId
 from mpfs.store import BlockReader
+from mpfs.store.blocks import Read
 from mpfs.store.environment import Environment
 
 BATCH = 16
@@ -56,24 +57,36 @@ class SharedReader(BlockReader):
                 self._held.payloads = None
 
     @contextmanager
-    def view(self, blocks: Sequence[BlockId], where: str) -> Iterator[list[memoryview]]:
+    def reading(self, where: str) -> Iterator[Read]:
         """See `BlockReader`."""
         held = getattr(self._held, "payloads", None)
-        if held is not None and all(block in held for block in blocks):
-            yield [held[block] for block in blocks]
-        else:
-            with super().view(blocks, where) as payloads:
-                yield payloads
+        with ExitStack() as stack:
+            if held is None:
+                yield stack.enter_context(super().reading(where))
+                return
+            others: list[Read] = []
+
+            def read(blocks: Iterable[BlockId]) -> list[memoryview]:
+                wanted = list(blocks)
+                if all(block in held for block in wanted):
+                    return [held[block] for block in wanted]
+                if not others:
+                    others.append(stack.enter_context(super(SharedReader, self).reading(where)))
+                return others[0](wanted)
+
+            yield read
 
 
 @dataclass
 class _Request:
-    """A pass that somebody waits for: `work` of each of the columns `numbers`, in order, given back in `results`."""
+    """A pass that somebody waits for: `work` of each of the columns `numbers`, in order, given back in `results`. `only`
+    says what of them is read, if not everything."""
 
     columns: DeltaIterator
     numbers: Sequence[int]
     work: Callable[[int], Any]
     one_by_one: bool
+    only: Only | None = None
     results: deque[tuple[int, Any]] = field(default_factory=deque)
     ended: bool = False
     error: BaseException | None = None
@@ -122,6 +135,7 @@ class Gathering:
         work: Callable[[int], _Result],
         *,
         one_by_one: bool = False,
+        only: Only | None = None,
     ) -> Iterator[tuple[int, _Result]]:
         """`work` of each of some columns, with its number, in order; within a task."""
         if getattr(self._open, "request", None) is not None:
@@ -129,7 +143,7 @@ class Gathering:
             for number in numbers:
                 yield number, work(number)
             return
-        request = _Request(columns, numbers, work, one_by_one)
+        request = _Request(columns, numbers, work, one_by_one, only)
         self._open.request = request
         with self._changed:
             self._asked.append(request)
@@ -181,7 +195,7 @@ class Gathering:
         try:
             while batch := list(islice(rest, BATCH)):
                 wanted = [pair for stripe in batch for pair in stripes[stripe] if not pair[0].closed]
-                self._reader.prefetch(list(wanted_blocks((item.columns, number) for item, number in wanted)))
+                self._reader.prefetch(list(_blocks(wanted)))
                 for stripe in batch:
                     while len(pending) >= window:
                         self._deliver(*pending.popleft())
@@ -198,7 +212,7 @@ class Gathering:
         if self._stopping.is_set():
             raise CancelledError
         results: list[Any] = []
-        with self._reader.hold(list(wanted_blocks((item.columns, number) for item, number in pairs))):
+        with self._reader.hold(list(_blocks(pairs))):
             for request, number in pairs:
                 try:
                     results.append(request.work(number))
@@ -233,12 +247,10 @@ class SharedPasses:
         """See `BitsColumns`."""
         return [number for batch in self._columns.batches() for number in batch]
 
-    def map(
-        self, function: Callable[[BitsColumn], _Result], only: Container[int] | None = None
-    ) -> Iterator[tuple[int, _Result]]:
+    def map(self, function: Callable[[BitsColumn], _Result], only: Only | None = None) -> Iterator[tuple[int, _Result]]:
         """See `BitsColumns`."""
         numbers = [number for number in self.numbers() if only is None or number in only]
-        return self._gathering.ask(self._columns, numbers, lambda number: self._one(number, function))
+        return self._gathering.ask(self._columns, numbers, lambda number: self._one(number, function, only), only=only)
 
     def in_order(self, function: Callable[[BitsColumn], None]) -> None:
         """See `BitsColumns`."""
@@ -247,8 +259,8 @@ class SharedPasses:
         ):
             pass
 
-    def _one(self, number: int, function: Callable[[BitsColumn], _Result]) -> _Result:
-        with self._columns.view([number]) as (column,):
+    def _one(self, number: int, function: Callable[[BitsColumn], _Result], only: Only | None = None) -> _Result:
+        with self._columns.view([number], only) as (column,):
             return function(column)
 
 
@@ -263,6 +275,10 @@ def stream(columns: DeltaIterator, gathering: Gathering, before: Callable[[], No
     numbers = [number for batch in columns.batches() for number in batch]
     for _, column in gathering.ask(columns, numbers, read):
         yield column
+
+
+def _blocks(pairs: Iterable[tuple[_Request, int]]) -> dict[BlockId, None]:
+    return {block: None for item, number in pairs for block in item.columns.wanted([number], item.only)}
 
 
 def wanted_blocks(columns: Iterator[tuple[DeltaIterator, int]]) -> dict[BlockId, None]:
