@@ -109,7 +109,9 @@ class Execution(Reusing):
         inputs = Inputs(plan, store.objects)
 
         def allowed() -> set[BlockId]:
-            return set().union(*(planned_blocks(tensor, inputs[tensor.name]) for tensor in plan.tensors))
+            # Of what is known as a whole nothing is read.
+            left = (tensor for tensor in plan.tensors if tensor.name not in self.outcome.tensors)
+            return set().union(*(planned_blocks(tensor, inputs[tensor.name]) for tensor in left))
 
         super().__init__(plan, store, get_operator(plan.method), inputs, ReadLedger(allowed))
         self.writer = writer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Literal, TypeAlias, cast
 
@@ -240,7 +241,7 @@ def _selection(ranges: Sequence[Sequence[int]]) -> Selection:
     return Selection(tuple((start, stop) for start, stop in ranges))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """A compiled merge.
 
@@ -305,6 +306,11 @@ class Plan:
 
     def encode(self) -> bytes:
         """The canonical encoding."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        """It is long, and asked for several times: a merge's card, commit and run name the plan."""
         return encode(self.as_json())
 
     @classmethod
