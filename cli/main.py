@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ from .verbs import Verbs, paragraphs
 
 _COLLECT = (100_000, 50, 100)
 """How many objects more than go are made between two searches for cycles, and how many searches between deeper ones."""
+
+_LIBRARIES = {"OPENBLAS_NUM_THREADS": "1", "PYDANTIC_DISABLE_PLUGINS": "1"}
+"""What libraries are told, unless the user tells them something else: numpy's BLAS, which has nothing large to do here, is
+not to start a thread for each core that spins for a tenth of a second, and pydantic not to search all that is installed."""
 
 _EPILOG = "'mpfs VERB --help' explains a verb, with an example. docs/cli.md is the reference."
 
@@ -110,6 +115,8 @@ def main() -> None:
     """The console script."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
+    for name, value in _LIBRARIES.items():
+        os.environ.setdefault(name, value)
     # Importing and planning make many objects and hardly any cycles: looking for those took a sixth of a short command.
     set_threshold(*_COLLECT)
     sys.exit(run(sys.argv[1:]))

@@ -19,7 +19,6 @@ from mpfs.merge.architecture import is_head, vocabulary_tensors
 from mpfs.merge.commit import load_model
 from mpfs.merge.derived import Derivation, derive, stage_chunks
 from mpfs.merge.gather import Source, gathered
-from mpfs.merge.inputs import promote
 from mpfs.merge.models import Aligned, Model, ModelTensor
 from mpfs.merge.recipe import Recipe
 from mpfs.merge.recipe.tokenizer import RecipeTokenizer
@@ -43,7 +42,7 @@ from mpfs.merge.vocabulary import (
     some,
 )
 from mpfs.objects import BlobFile, Input, ObjectId, Snapshot, Tensor
-from mpfs.objects.dtypes import MERGEABLE
+from mpfs.objects.dtypes import MERGEABLE, promote
 from mpfs.store import Store, Writer
 
 _VERSION = 1

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpfs.errors import BadInputError, IntegrityError, NotFoundError, RecipeError, UsageError
-from mpfs.merge.compile import column_blocks
+from mpfs.merge.columns import column_blocks
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator, Parameters, get_operator
 from mpfs.objects import BlockId, Commit, Cut, ObjectId, Plan, PlanTensor, Selection

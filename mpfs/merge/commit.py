@@ -7,21 +7,18 @@ import time as clock
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from mpfs.formats.training import DIRECTORY as TRAINING_STATE
 from mpfs.merge.architecture import Config
 from mpfs.merge.card import card_files
-from mpfs.merge.check import check_models, check_plan
-from mpfs.merge.compile import compile_plan
 from mpfs.merge.config import layers_taken
 from mpfs.merge.engine import Outcome, execute
 from mpfs.merge.finite import check_finite
-from mpfs.merge.inputs import Fit, OnMismatch, fit
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator, get_operator
 from mpfs.merge.options import MergeOptions
 from mpfs.merge.output import assemble
-from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, recipe_from_mapping
 from mpfs.merge.remembered import Memory
 from mpfs.merge.reports import MergeReport
@@ -42,6 +39,10 @@ from mpfs.objects import (
 )
 from mpfs.store import RefMove, Store, WriteFigures, Writer
 from mpfs.store.pairs import PairTable, put_pairs
+
+if TYPE_CHECKING:
+    from mpfs.merge.inputs import Fit, OnMismatch
+    from mpfs.merge.planner import Policy
 
 _LARGEST_CONFIG = 1 << 24
 
@@ -91,6 +92,8 @@ def make_plan(
     `author` is who cut models are by, `notes` what a person should know of the models besides, `memory` what is known of
     earlier plans.
     """
+    from mpfs.merge.compile import compile_plan
+
     fitting = fit_models(store, recipe, models, on_mismatch, author)
     return compile_plan(
         recipe,
@@ -125,6 +128,8 @@ def fit_models(
         MismatchError: they do not fit.
         RecipeError: parameter values that the method cannot work with.
     """
+    from mpfs.merge.inputs import fit
+
     operator = get_operator(recipe.method)
     models = list(given)
     cuts: list[str] = []
@@ -141,6 +146,8 @@ def fit_models(
 
 def check_foreign_plan(store: Store, plan: Plan) -> None:
     """A plan from elsewhere must fit this repository and itself; raises what `mpfs.merge.check` raises."""
+    from mpfs.merge.check import check_models, check_plan
+
     check_models(store, plan)
     check_plan(plan, [load_model(store, model.name, model.commit) for model in plan.models])
 

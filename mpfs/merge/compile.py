@@ -18,7 +18,7 @@ from mpfs.merge.differing import BlockRuns, blocks_in
 from mpfs.merge.distinct import Distinct, Merged
 from mpfs.merge.inputs import Fit, TensorInputs, keeps_value
 from mpfs.merge.magnitudes import Histograms
-from mpfs.merge.models import Model, ModelTensor
+from mpfs.merge.models import Model
 from mpfs.merge.operators import Operator
 from mpfs.merge.planner import Choice, Policy, predicted_fidelity
 from mpfs.merge.recipe import Recipe
@@ -27,7 +27,6 @@ from mpfs.merge.weighing import Priced, Weigher, price
 from mpfs.objects import BlockId, Bound, Budget, Cost, Cut, Plan, PlanTensor, Selection, Tensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.objects.plan import NO_DELTA
-from mpfs.stats.stored import blocks_per_column
 from mpfs.store import BlockReader
 from mpfs.store.pairs import PairTable
 
@@ -158,22 +157,6 @@ def check_budget(budget: Budget) -> None:
 def _fidelity(choices: Chosen) -> float:
     """Predicted, over all tensors; rounded so that it reads well."""
     return round(predicted_fidelity(choices.values()), 9)
-
-
-def column_blocks(
-    expert: Tensor, column: int, column_elements: int, base: ModelTensor | None
-) -> list[tuple[BlockId, int]]:
-    """The blocks (with sizes) that an expert's column consists of, less those that are the base's at that place."""
-    width = blocks_per_column(expert, column_elements)
-    start, stop = column * width, min((column + 1) * width, len(expert.blocks))
-    run = expert.blocks[start:stop]
-    sizes = [expert.block_size] * len(run)
-    if stop == len(expert.blocks) and run:
-        sizes[-1] = expert.block_nbytes(stop - 1)
-    if base is None or base.tensor.dtype != expert.dtype:
-        return list(zip(run, sizes, strict=True))
-    theirs = base.tensor.blocks[start:stop]
-    return [(block, size) for block, size, other in zip(run, sizes, theirs, strict=True) if block != other]
 
 
 def _plan_tensor(

@@ -16,15 +16,15 @@ from itertools import islice
 import numpy as np
 
 from mpfs.errors import IntegrityError, MPFSError
-from mpfs.merge.compile import column_blocks
+from mpfs.merge.columns import column_blocks
 from mpfs.merge.conversion import TYPES, converted
 from mpfs.merge.deferred import torch
-from mpfs.merge.inputs import promote
 from mpfs.merge.kernels.columns import BIT_TYPES, Bits, BitsColumn, Only
 from mpfs.merge.models import ModelTensor
 from mpfs.merge.numeric import to_torch
 from mpfs.merge.operators import Column
 from mpfs.objects import BlockId, ObjectId, Plan, PlanTensor, Tensor
+from mpfs.objects.dtypes import promote
 from mpfs.stats.stored import blocks_per_column
 from mpfs.store import BlockReader, ObjectReader
 from mpfs.store.blocks import Read

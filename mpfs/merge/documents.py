@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpfs.errors import NotFoundError, RecipeError
 from mpfs.merge.commit import load_model, make_plan, run_plan
-from mpfs.merge.inputs import OnMismatch
 from mpfs.merge.models import Aligned, Model
 from mpfs.merge.naming import ModelFinder
 from mpfs.merge.options import MergeOptions
-from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe, load_recipes, recipe_from_mapping
 from mpfs.merge.remembered import Memory
 from mpfs.merge.reports import MergeReport
 from mpfs.objects import Budget, Commit, ObjectId, Plan, object_id
 from mpfs.store import Store
+
+if TYPE_CHECKING:
+    from mpfs.merge.inputs import OnMismatch
+    from mpfs.merge.planner import Policy
 
 
 def read_documents(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[tuple[Recipe, ...], Path | None]:

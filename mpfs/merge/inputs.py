@@ -19,7 +19,7 @@ from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Operator, Parameters
 from mpfs.merge.outline import Item, Source, outline, parameters_at
 from mpfs.merge.recipe import Recipe
-from mpfs.objects.dtypes import BITS, MERGEABLE, itemsize
+from mpfs.objects.dtypes import BITS, MERGEABLE, itemsize, promote
 
 OnMismatch: TypeAlias = Literal["error", "crop", "base"]
 
@@ -326,14 +326,6 @@ class _Fitter:
 def _unmerged(name: str, tensor: ModelTensor, note: str) -> TensorInputs:
     dtype = tensor.tensor.dtype
     return TensorInputs(name, tensor.tensor.shape, tensor, (), Parameters({}, ()), dtype, dtype, False, note)
-
-
-def promote(dtypes: Iterable[str]) -> str:
-    """The floating-point dtype that torch promotes these to: the widest; F32 where F16 meets BF16."""
-    found = set(dtypes)
-    if found == {"F16", "BF16"}:
-        return "F32"
-    return max(found, key=lambda dtype: (BITS[dtype], dtype))
 
 
 def keeps_value(dtype: str, through: str) -> bool:

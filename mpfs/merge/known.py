@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpfs.merge.compile import column_blocks
+from mpfs.merge.columns import column_blocks
 from mpfs.merge.engine import Execution
 from mpfs.merge.options import MergeOptions
 from mpfs.merge.reports import Outlook

@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from mpfs.errors import IntegrityError, NotFoundError
-from mpfs.merge.inputs import OnMismatch, TensorInputs
 from mpfs.merge.operators import Operator, get_operator
-from mpfs.merge.planner import Policy
 from mpfs.merge.recipe import Recipe
 from mpfs.objects import Budget, Commit, ModelRef, ObjectId, Plan, Snapshot, Tensor, object_id
 from mpfs.objects.encoding import Json, decode, encode
 from mpfs.store import Store, reuse_key
 from mpfs.store.pairs import PairStates, begin_pair_states, pair_states
 from mpfs.store.reuse import PLANNED
+
+if TYPE_CHECKING:
+    from mpfs.merge.inputs import OnMismatch, TensorInputs
+    from mpfs.merge.planner import Policy
 
 PLANNER = 1
 """Raise it when the same inputs come to be planned otherwise: what was remembered before is not found then

@@ -6,7 +6,7 @@ only the `MERGEABLE` ones are ever decoded into numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 BITS: dict[str, int] = {
@@ -67,3 +67,11 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     if total % 8:
         raise ValueError(f"{dtype} {list(shape)} is {total} bits, not a whole number of bytes")
     return total // 8
+
+
+def promote(dtypes: Iterable[str]) -> str:
+    """The floating-point dtype that torch promotes these to: the widest; F32 where F16 meets BF16."""
+    found = set(dtypes)
+    if found == {"F16", "BF16"}:
+        return "F32"
+    return max(found, key=lambda dtype: (BITS[dtype], dtype))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from mpfs.errors import MismatchError, RecipeError
-from mpfs.merge.inputs import Fit, OnMismatch, TensorInputs, fit, keeps_value, promote
+from mpfs.merge.inputs import Fit, OnMismatch, TensorInputs, fit, keeps_value
 from mpfs.merge.models import Model, ModelTensor
 from mpfs.merge.operators import Parameters, get_operator
 from mpfs.merge.recipe import Recipe, recipe_from_mapping
 from mpfs.objects import ModelRef, Tensor
-from mpfs.objects.dtypes import nbytes
+from mpfs.objects.dtypes import nbytes, promote
 
 BLOCK = 4096
 

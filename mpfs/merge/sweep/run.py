@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from mpfs.errors import MPFSError
+from mpfs.merge.columns import column_blocks
 from mpfs.merge.commit import describe_merge, publish_outcome
-from mpfs.merge.compile import column_blocks
 from mpfs.merge.delta import PlanInputs
 from mpfs.merge.engine import Outcome
 from mpfs.merge.operators import get_operator
