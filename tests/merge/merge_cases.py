@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -297,14 +297,21 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[BlockId]]:
     """The ids of all blocks that are read within the `with` block."""
     seen: set[BlockId] = set()
-    view = BlockReader.view
+    reading = BlockReader.reading
 
-    def counting(self: BlockReader, blocks: Sequence[BlockId], where: str) -> Any:
-        seen.update(blocks)
-        return view(self, blocks, where)
+    @contextmanager
+    def counting(self: BlockReader, where: str) -> Iterator[Any]:
+        with reading(self, where) as read:
+
+            def read_and_tell(blocks: Iterable[BlockId]) -> list[memoryview]:
+                wanted = list(blocks)
+                seen.update(wanted)
+                return read(wanted)
+
+            yield read_and_tell
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlockReader, "view", counting)
+        patch.setattr(BlockReader, "reading", counting)
         yield seen
 
 
