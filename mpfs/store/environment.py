@@ -26,6 +26,7 @@ from mpfs.store.failures import MAX_READERS, translate
 from mpfs.store.filesystem import mapping_start
 from mpfs.store.locks import opening
 from mpfs.store.pages import check_metas
+from mpfs.store.resident import is_resident
 from mpfs.store.writeback import early_writeback
 
 DATABASES = (
@@ -328,8 +329,10 @@ class Environment:
         if hasattr(os, "posix_fadvise"):
             # Of one request Linux reads no more than the device takes at a time, and leaves the rest to be read page by page.
             # A hint may be of another file, or of none.
-            end = min(offset + size, self.data_size())
-            for start in range(max(0, offset), end, _REQUEST_BYTES):
+            first, end = max(0, offset), min(offset + size, self.data_size())
+            if is_resident(self._handle.fd, first, end - first):
+                return
+            for start in range(first, end, _REQUEST_BYTES):
                 length = min(_REQUEST_BYTES, end - start)
                 os.posix_fadvise(self._handle.fd, start, length, os.POSIX_FADV_WILLNEED)
 

@@ -51,6 +51,7 @@ def test_a_range_is_asked_for_in_pieces_that_the_kernel_reads_whole(
     store = Store.create(tmp_path / "repo", block_size=SIZE)
     os.truncate(store.environment.path / "data.mdb", 64 << 20)
     asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("mpfs.store.environment.is_resident", lambda fd, offset, size: False)
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: asked.append((offset, length)))
     store.environment.prefetch(12_345, size)
     assert all(0 < length <= 128 << 10 for _, length in asked)
@@ -65,6 +66,7 @@ def test_a_hint_beyond_the_file_asks_for_nothing_that_is_not_there(
 ) -> None:
     store = Store.create(tmp_path / "repo", block_size=SIZE)
     asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("mpfs.store.environment.is_resident", lambda fd, offset, size: False)
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: asked.append((offset, length)))
     store.environment.prefetch(1 << 60, 1 << 60)
     store.environment.prefetch(-(1 << 60), 1 << 59)
