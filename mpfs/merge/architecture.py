@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 Config: TypeAlias = Mapping[str, Any]
@@ -99,7 +100,9 @@ def recognise(names: Iterable[str], config: Config) -> Architecture:
     return Architecture(stacks, main, embedding, head)
 
 
+@lru_cache(maxsize=1 << 16)
 def _numbered(name: str) -> Place | None:
+    # The models of a merge have the same names.
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part.isascii() and part.isdigit():

@@ -200,10 +200,8 @@ def _plan_tensor(
         column_elements=elements,
         base=base,
         experts=tuple((model, item.identity) for model, item in inputs.experts),
-        selections=tuple(
-            Selection.of(np.flatnonzero(choice.read[:, index]).tolist()) for index in range(len(inputs.experts))
-        ),
-        columns=Selection.of(np.flatnonzero(computed).tolist()),
+        selections=tuple(map(_selection, choice.read.T)),
+        columns=_selection(computed),
         shared=dict(inputs.parameters.shared),
         parameters=tuple(dict(values) for values in inputs.parameters.experts),
         energy=choice.energy,
@@ -211,6 +209,15 @@ def _plan_tensor(
         cosine=choice.cosine,
         note=inputs.note,
         cuts=() if histograms is None else _cuts(inputs, choice, operator, histograms),
+    )
+
+
+def _selection(marked: NDArray[np.bool_]) -> Selection:
+    # Mostly all are.
+    return (
+        Selection(((0, len(marked)),))
+        if marked.all() and len(marked)
+        else Selection.of(np.flatnonzero(marked).tolist())
     )
 
 
@@ -246,6 +253,12 @@ def _cost(fitted: Fit, tensors: Sequence[PlanTensor], full: int, planned: int, b
         nbytes = tensor.numel * itemsize(tensor.dtype) if inputs.merged else 0
         if not inputs.merged or tensor.action == "keep":
             kept += len(inputs.base.tensor.blocks) if inputs.base else 0
+            continue
+        if tensor.columns.ranges == ((0, tensor.column_count),):
+            written += nbytes
+            computed += -(-nbytes // block_size)
+            if inputs.base is not None:
+                base_blocks.update(inputs.base.tensor.sized_blocks())
             continue
         size = tensor.column_elements * itemsize(tensor.dtype)
         columns = np.zeros(tensor.column_count, bool)

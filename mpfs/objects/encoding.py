@@ -32,7 +32,7 @@ def decode(data: bytes, kind: str) -> Json:
         ValueError: the bytes are not a JSON object of that kind.
     """
     try:
-        value = json.loads(data)
+        value = json.loads(str(data, "utf-8"))  # json would try to tell other encodings apart
     except (UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
