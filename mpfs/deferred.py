@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 
@@ -36,8 +35,7 @@ def names(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[
     def find(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
-        module, attribute = places[name]
-        value = getattr(import_module(module), attribute)
+        value = _found(*places[name])
         setattr(sys.modules[package], name, value)
         return value
 
@@ -45,6 +43,11 @@ def names(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[
         return sorted({*vars(sys.modules[package]), *places})
 
     return find, everything
+
+
+def _found(module: str, name: str) -> Any:
+    # Not import_module: what that imports is missing in `python -X importtime`, which shows what to defer.
+    return getattr(__import__(module, fromlist=(name,)), name)
 
 
 class Deferred:
@@ -57,7 +60,7 @@ class Deferred:
         self.__name__ = name
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(import_module(self.__name__), name)
+        value = _found(self.__name__, name)
         setattr(self, name, value)
         return value
 

@@ -74,6 +74,22 @@ def test_a_verb_loads_no_other_verb(workplace: Path) -> None:
     assert not {f"mpfs_cli.{verb}" for verb in ("log", "merge", "import_", "mount", "sweep")} & set(done.stdout.split())
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_numpy_starts_no_threads_unless_told_to(workplace: Path) -> None:
+    code = (
+        "import atexit, os, sys\nfrom mpfs_cli.main import main\n"
+        "atexit.register(lambda: print('numpy' in sys.modules, len(os.listdir('/proc/self/task'))))\n"
+        "atexit.register(lambda: print(os.environ['OPENBLAS_NUM_THREADS']))\nmain()"
+    )
+    free = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    command = [sys.executable, "-c", code, "diff", "base", "a"]
+    done = subprocess.run(command, cwd=workplace, env=free, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-2:] == ["1", "True 1"]
+    told = {**free, "OPENBLAS_NUM_THREADS": "2"}
+    done = subprocess.run(command, cwd=workplace, env=told, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-2] == "2"
+
+
 def test_data_goes_to_stdout_and_talk_to_stderr(workplace: Path) -> None:
     done = process("ls", "a", cwd=workplace)
     assert done.returncode == 0
