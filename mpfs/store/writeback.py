@@ -1,8 +1,9 @@
-"""Early write-back: the disk begins with a transaction's pages while LMDB is still writing them to the page cache.
+"""Early write-back: the disk begins with what is written while more of it is still being written to the page cache.
 
 LMDB writes all pages of a transaction and then syncs: the disk has nothing to do during the first, and LMDB during the
 second. Asking the kernel every few milliseconds to start writing what is dirty (sync_file_range) lets the two overlap:
-writing 1.2 GB in batches takes 30% less time. It promises nothing; LMDB's own sync still waits for everything.
+writing 1.2 GB in batches takes 30% less time. A checkout does the same with its files, as it writes them. It promises
+nothing; LMDB's own sync, and that of the files, still wait for everything.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import cast
 
-_SECONDS = 0.002
-"""Between two requests: in that time some 4 MiB are written."""
+_SECONDS = 0.004
+"""Between two requests: in that time some 8 MiB are written."""
 
 _WRITE = 2
 """SYNC_FILE_RANGE_WRITE: start, and wait for nothing."""
@@ -23,14 +25,13 @@ _WRITE = 2
 @contextmanager
 def early_writeback(fd: int) -> Iterator[None]:
     """While it lasts, dirty pages of the open file are written to its disk. Does nothing where the system cannot."""
-    request = _sync_file_range()
-    if request is None:
+    if _sync_file_range() is None:
         yield
         return
-    ask, done = request, threading.Event()
+    done = threading.Event()
 
     def keep_asking() -> None:
-        while not done.wait(_SECONDS) and ask(fd):
+        while not done.wait(_SECONDS) and start_writing(fd):
             pass
 
     thread = threading.Thread(target=keep_asking, name="mpfs-writeback", daemon=True)
@@ -42,12 +43,18 @@ def early_writeback(fd: int) -> Iterator[None]:
         thread.join()
 
 
+def start_writing(fd: int, offset: int = 0, size: int = 0) -> bool:
+    """Ask for what is dirty of `size` bytes of an open file from `offset` on (0: of all that follows) to be written to its
+    disk, and wait for nothing; whether that can be done here."""
+    request = _sync_file_range()
+    return request is not None and request(fd, offset, size, _WRITE) == 0
+
+
 @cache
-def _sync_file_range() -> Callable[[int], bool] | None:
-    """Start writing a whole file; whether that can be done. None where there is no such call."""
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """sync_file_range(2): descriptor, offset, length, flags. None where there is no such call."""
     function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is None:
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    function.restype = ctypes.c_int
-    return lambda fd: function(fd, 0, 0, _WRITE) == 0
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+        function.restype = ctypes.c_int
+    return cast("Callable[[int, int, int, int], int] | None", function)

@@ -25,6 +25,7 @@ from mpfs.objects import Snapshot, block_id, object_id
 from mpfs.objects.progress import Progress
 from mpfs.store import Store
 from mpfs.store.filesystem import require_free_space
+from mpfs.store.writeback import start_writing
 from mpfs.vfs.layout import ranges
 from mpfs.vfs.plan import CheckoutPlan, PlannedFile, Variant, plan_from
 from mpfs.vfs.reader import FileReader
@@ -33,6 +34,9 @@ from mpfs.vfs.target import building, check_target, existing_parent, replace, re
 WORKERS = 2
 TASK_BYTES = 256 << 20
 """Bytes that one thread writes and syncs in one go: bounds what is dirty, and shares a single large file out."""
+
+EARLY_BYTES = 8 << 20
+"""How much is written before the disk is asked to begin with it."""
 
 _PAGE = 4096
 _COMPARE_BUFFER = 1 << 20
@@ -286,14 +290,18 @@ def _write_range(file: PlannedFile, path: Path, start: int, stop: int, store: St
     """Write and sync bytes [start, stop) of a file that is there already."""
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        position = start
+        position = started = start
 
         def write(piece: memoryview) -> None:
-            nonlocal position
+            nonlocal position, started
             left = piece
             while left:
                 left = left[os.pwrite(fd, left, position + len(piece) - len(left)) :]
             position += len(piece)
+            # The disk has something to do from now on, and not only from the fsync below.
+            if position - started >= EARLY_BYTES:
+                start_writing(fd, started, position - started)
+                started = position
             meter.add(len(piece))
 
         head = len(file.head)

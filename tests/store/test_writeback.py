@@ -21,9 +21,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The descriptors that the kernel is asked about."""
     found: list[int] = []
 
-    def ask(fd: int) -> bool:
+    def ask(fd: int, *_: int) -> int:
         found.append(fd)
-        return True
+        return 0
 
     monkeypatch.setattr(writeback, "_sync_file_range", lambda: ask)
     return found
@@ -64,9 +64,9 @@ def test_it_ends_with_a_failure(asked: list[int]) -> None:
 def test_where_the_system_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[int] = []
 
-    def refuse(fd: int) -> bool:
+    def refuse(fd: int, *_: int) -> int:
         calls.append(fd)
-        return False
+        return -1
 
     monkeypatch.setattr(environment_module, "SMALLEST", MIB)
     monkeypatch.setattr(writeback, "_sync_file_range", lambda: refuse)
@@ -74,17 +74,18 @@ def test_where_the_system_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     write(store, 4 * MIB, MIB)
     assert len(calls) <= 4  # one for each batch
     monkeypatch.setattr(writeback, "_sync_file_range", lambda: None)
+    assert not writeback.start_writing(0)
     write(store, 4 * MIB, MIB - 4096)
     assert_clean(store)
     store.close()
 
 
 def test_the_real_call(tmp_path: Path) -> None:
-    call = writeback._sync_file_range()
-    if call is None:
+    if writeback._sync_file_range() is None:
         pytest.skip("NOT TESTED: this system has no sync_file_range")
     with (tmp_path / "x").open("wb") as file:
         file.write(bytes(MIB))
         file.flush()
-        assert call(file.fileno())
-    assert not call(-1)
+        assert writeback.start_writing(file.fileno(), 4096, 8192)
+        assert writeback.start_writing(file.fileno())
+    assert not writeback.start_writing(-1)

@@ -22,7 +22,7 @@ from vfs_cases import MAP_SIZE, Builder, Staged, sample_tensors
 
 from mpfs.errors import BadInputError, IntegrityError, MPFSError, NoSpaceError, UsageError
 from mpfs.objects import BlockId, Tensor
-from mpfs.store import Store
+from mpfs.store import Store, writeback
 from mpfs.vfs import check_out, execute, plan_checkout, synthesise_files
 from mpfs.vfs import checkout as checkout_module
 from mpfs.vfs import target as target_module
@@ -74,6 +74,43 @@ def test_files_come_out_byte_for_byte(store: Store, staged: Staged, target: Path
     assert calls[-1] == (total, total)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     assert result.as_json()["bytes"] == total
+
+
+def test_the_disk_begins_while_a_file_is_written_and_is_waited_for_at_its_end(
+    store: Store, staged: Staged, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: dict[int, list[tuple[int, int] | str]] = {}
+    begin, sync, started = writeback.start_writing, os.fsync, set()
+
+    def start(fd: int, offset: int, size: int) -> bool:
+        assert os.fstat(fd).st_size >= offset + size
+        events.setdefault(os.fstat(fd).st_ino, []).append((offset, size))
+        started.add(begin(fd, offset, size))
+        return False  # as where the system cannot: it is a hint, and changes nothing
+
+    def synced(fd: int) -> None:
+        events.setdefault(os.fstat(fd).st_ino, []).append("synced")
+        sync(fd)
+
+    monkeypatch.setattr(checkout_module, "EARLY_BYTES", 4096)
+    monkeypatch.setattr(checkout_module, "start_writing", start)
+    monkeypatch.setattr(os, "fsync", synced)
+    check_out(store, staged.snapshot, target)
+    assert read_tree(target) == staged.content
+    assert len(started) == 1
+    asked = 0
+    for path, content in staged.content.items():
+        *ranges, last = events[(target / path).stat().st_ino]
+        assert last == "synced"
+        at = 0
+        for place in ranges:
+            assert isinstance(place, tuple)
+            assert place[0] == at
+            assert place[1] >= 4096
+            at += place[1]
+        assert at <= len(content) < at + 4096
+        asked += len(ranges)
+    assert asked > 1
 
 
 def test_a_plan_states_files_and_bytes_without_a_store(builder: Builder, staged: Staged, target: Path) -> None:
@@ -397,7 +434,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from mpfs.objects import Commit, Snapshot
-from mpfs.store import Store
+from mpfs.store import Store, writeback
 from mpfs.vfs import check_out
 store = Store.open(Path(sys.argv[1]))
 commit = store.objects.get(Commit, store.refs.get("main").commit)
