@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from mpfs.formats.names import rename
 from mpfs.formats.training import DIRECTORY as TRAINING_STATE
 from mpfs.objects import Commit, Input, ObjectId, Snapshot, Tensor, object_id
@@ -150,6 +148,9 @@ def _card(content: bytes) -> Mapping[str, Any]:
     if not text.startswith("---\n"):
         return {}
     metadata, end, _ = text[4:].partition("\n---")
+    # Few models that are imported have a card, and loading it takes longer than reading one.
+    import yaml
+
     try:
         value = yaml.safe_load(metadata) if end else None
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -3,6 +3,8 @@
 A file is read once and in order, whatever order the workers ask in: what is passed over waits until it is asked for. So
 compressed archives and plain HTTP servers do. Where fsspec can ask for ranges at any time (s3, gs, http), workers do that
 at the same time instead. Only torch and .npz files, which have to be mapped, are copied to a temporary file.
+
+fsspec takes as long to load as importing a small model does, so it waits for the first of these.
 """
 
 from __future__ import annotations
@@ -18,10 +20,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 from urllib.parse import urlsplit, urlunsplit
-
-import fsspec  # type: ignore[import-untyped]
-from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from mpfs.errors import BadInputError, FormatError, MPFSError, NotFoundError, UnsafeInputError
 from mpfs.formats import sniff
@@ -58,6 +56,9 @@ def open_source(source: str, options: Mapping[str, Any] | None = None) -> Path |
         return open_model(source, options)
     if not is_url(source):
         return Path(source)
+    import fsspec  # type: ignore[import-untyped]
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
     with _our_errors(_shown(source)):
         system, root = fsspec.core.url_to_fs(source, **dict(options or {}))
         _refuse_bombs(system, _shown(source))
@@ -82,6 +83,8 @@ def open_archive(path: Path) -> tuple[RemoteTree, int]:
     Raises:
         FormatError: it is damaged or encrypted, or no such archive.
     """
+    import fsspec
+
     protocol = "zip" if path.name.endswith((".zip", ".whl")) else "tar"
     with _our_errors(str(path)):
         packed = path.name.endswith((".tgz", ".tar.gz"))
@@ -173,6 +176,8 @@ class RemoteFile:
         self._place = place
         self._shown = shown
         self._lock = lock
+        from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
+
         size = info.get("size")
         if type(size) is not int or size < 0:
             raise BadInputError(f"{shown}: the server does not say how large it is; download it first", file=shown)
