@@ -80,20 +80,22 @@ class Memory:
         derives = recipe.tokenizer is not None or recipe.chat_template is not None or on_mismatch == "crop"
         if self._store is None or self._states is None or derives:
             return None
-        return reuse_key(
-            {
-                "plan": PLANNER,
-                "recipe": recipe.as_json(),
-                "operator": get_operator(recipe.method).version,
-                "commits": dict(commits),
-                "budget": asdict(budget),
-                "policy": policy,
-                "seed": seed,
-                "on_mismatch": on_mismatch,
-                "block_size": self._store.info.block_size,
-                "pairs": self._pairs(is_whole(recipe, budget)),
-            }
-        )
+        value: Json = {
+            "plan": PLANNER,
+            "recipe": recipe.as_json(),
+            "operator": get_operator(recipe.method).version,
+            "commits": dict(commits),
+            "budget": asdict(budget),
+            "policy": policy,
+            "seed": seed,
+            "on_mismatch": on_mismatch,
+            "block_size": self._store.info.block_size,
+            "pairs": self._pairs(is_whole(recipe, budget)),
+        }
+        try:
+            return reuse_key(value)
+        except ValueError:  # a budget that is no number, which planning complains of
+            return None
 
     def plan(self, key: bytes | None, recipe: Recipe, commits: Mapping[str, ObjectId]) -> Plan | None:
         """The plan that was remembered under a key, if it can still be run."""
@@ -103,7 +105,8 @@ class Memory:
         try:
             plan = objects.get(Plan, str(self._values([key])[key]["plan"]))
             snapshots = {name: objects.get(Commit, commit).snapshot for name, commit in commits.items()}
-            if plan.models != tuple(ModelRef(name, commits[name], snapshots[name]) for name in recipe.model_names):
+            models = tuple(ModelRef(name, commits[name], snapshots[name]) for name in recipe.model_names)
+            if plan.models != models or encode(dict(plan.recipe)) != encode(recipe.as_json()):
                 return None
             objects.require(Snapshot, set(snapshots.values()))
             objects.require(Tensor, {identity for tensor in plan.tensors for identity in tensor.inputs})

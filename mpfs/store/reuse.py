@@ -68,7 +68,7 @@ def useless(txn: Transaction, value: memoryview, gone: Container[BlockId], state
         states is None
         or distances != states.distances
         or histograms not in (None, states.histograms)
-        or (plan is not None and not (is_object_id(plan) and txn.contains("plans", bytes.fromhex(plan))))
+        or (plan is not None and not (is_object_id(str(plan)) and txn.contains("plans", bytes.fromhex(plan))))
     )
 
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merge_cases import Lab, family, recipe
+from merge_cases import Lab, counted_reads, family, recipe
 
-from mpfs.errors import BudgetInfeasibleError, FidelityInfeasibleError
+from mpfs.errors import BudgetInfeasibleError, FidelityInfeasibleError, UsageError
+from mpfs.merge.engine import Execution
+from mpfs.merge.options import MergeOptions
 from mpfs.merge.planner import POLICIES
 from mpfs.merge.remembered import PLANNER
 from mpfs.merge.reports import MergeReport
@@ -183,6 +185,7 @@ def test_entries_that_are_damaged_or_wrong_are_as_good_as_none(models: Lab) -> N
         payload.replace(first.plan.encode(), b"plan"),
         payload.replace(b'"plan":"' + first.plan.encode() + b'"', b'"plan":null'),
         payload.replace(first.plan.encode(), models.repository.resolve("base").encode()),
+        b'{"kind":"planned","pairs":[1,[]],"plan":7}',
         b"{}",
         b"",
         bytes(16),
@@ -194,16 +197,49 @@ def test_entries_that_are_damaged_or_wrong_are_as_good_as_none(models: Lab) -> N
         report, was = planned(models, asked(), budget=HALF)
         assert was
         assert told(report) == told(first)
-    # Whoever can forge a plan's entry can choose among plans of the same models, as with any other result that is remembered.
+        with models.repository._store.environment.write() as txn:
+            txn.put("reuse", key, value)
+        models.repository.gc(reflog_days=0)
+    # Nor are plans of another recipe, or of other commits.
+    with models.repository._store.environment.write() as txn:
+        txn.put("reuse", key, seal(key, payload.replace(first.plan.encode(), other.encode())))
+    assert planned(models, asked(), budget=HALF)[1]
     models.add("e0", {name: tensor + 1 for name, tensor in models.load("e0").items()})
     new = models.merge(asked(), budget=HALF)
     with models.repository._store.environment.write() as txn:
         for key in entries(models, PLANNED):
-            forged = payload.replace(first.plan.encode(), other.encode())
-            txn.put("reuse", key, seal(key, forged))
+            txn.put("reuse", key, seal(key, payload))
     report, was = planned(models, asked(), budget=HALF)
     assert was
     assert told(report) == told(new)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_budgets_that_cannot_be_are_told_as_before(models: Lab, value: float) -> None:
+    with pytest.raises(UsageError):
+        models.merge(asked(), budget=Budget("bytes", value))
+
+
+@pytest.mark.parametrize("left", ["tensors", "columns"])
+def test_results_are_found_by_tensor_or_by_column(models: Lab, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
+    first = models.merge(asked())
+    store = models.repository._store
+    plan = models.repository.find_plan(first.plan).plan
+    with store.writer() as writer:
+        run = Execution(plan, store, writer, MergeOptions())
+        whole = {run.tensor_key(tensor) for tensor in plan.tensors}
+    with store.environment.write() as txn:
+        keys = {bytes(key) for key, _ in txn.scan("reuse", values=False)}
+        assert whole < keys
+        for number, key in enumerate(sorted(whole if left == "columns" else keys - whole)):
+            txn.put("reuse", key, b"damaged") if number % 2 else txn.delete("reuse", key)
+    with counted_reads(monkeypatch) as read:
+        again = models.merge(asked(), into="again", threads=1)
+    assert not read
+    assert told(again) == told(first)
+    assert again.figures.blocks_reused == first.figures.blocks_computed
+    with store.environment.read() as txn:
+        assert len(txn.get_many("reuse", list(whole))) == len(whole)
 
 
 def test_a_store_that_has_forgotten_the_states_of_its_pairs_is_not_believed(models: Lab) -> None:
