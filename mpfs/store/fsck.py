@@ -24,7 +24,7 @@ from mpfs.store.environment import Transaction
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import DATABASE_OF, decode_object
 from mpfs.store.pages import verify
-from mpfs.store.pairs import Pair, PairRecord, is_recorded, pair_of, pair_problem
+from mpfs.store.pairs import Pair, PairRecord, is_recorded, new_states, pair_of, pair_problem
 from mpfs.store.reach import Reach
 from mpfs.store.refs import decode_ref, decode_reflog_entry
 from mpfs.store.seal import SEAL_SIZE, is_sealed
@@ -232,7 +232,8 @@ class Check:
                 self._problem("damaged_meta", name, f"is {found.get(name.encode())!r}, was {value!r} when opened")
         if found.get(b"checksum") != meta_checksum(expected).encode():
             self._problem("damaged_meta", "checksum", "it does not match the other records")
-        for key in found.keys() - {name.encode() for name in expected} - {b"checksum", b"last_gc"}:
+        known = {*expected, *new_states(), "checksum", "last_gc"}
+        for key in found.keys() - {name.encode() for name in known}:
             self._problem("damaged_meta", key.decode(errors="replace"), "there is no such record")
 
     def _refs(self) -> None:

@@ -8,12 +8,11 @@ is as good as none, and gc drops those whose tensors go.
 
 So a plan depends on what the table holds. Its *states*, one for the distances and one for the histograms, are random numbers
 that change in every transaction that changes records of that kind: what was planned in the same states is what would
-be planned now. They are entries of the reuse table; one that is lost is as good as a change.
+be planned now. One that is lost or damaged is as good as changed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,10 +20,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from mpfs.deferred import numpy as np
-from mpfs.errors import IntegrityError
 from mpfs.objects import ObjectId, Tensor
 from mpfs.objects.dtypes import MERGEABLE
-from mpfs.objects.encoding import decode, encode
 from mpfs.store.environment import Environment, Transaction
 from mpfs.store.histogram import unpack_histogram
 from mpfs.store.locks import repository_lock
@@ -44,12 +41,8 @@ HISTOGRAM: Final = b"h"
 """What a histogram's key has after the ids; that of the distances has nothing."""
 
 
-_STATE: Final = "pair_state"
-"""The kind of the entries that hold states."""
-_STATE_KEYS: Final = {
-    suffix: hashlib.sha256(f"{_STATE}: {name}".encode()).digest()
-    for suffix, name in ((b"", "distances"), (HISTOGRAM, "histograms"))
-}
+_STATES: Final = {b"": b"pairs_distances", HISTOGRAM: b"pairs_histograms"}
+"""Where states are kept in `meta`, by what the keys of the records end with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +139,20 @@ def delete_pairs(txn: Transaction, keys: Iterable[bytes]) -> None:
     _renew(txn, {key[2 * _ID_SIZE :] for key in keys if txn.delete("pairs", key)})
 
 
+def new_states() -> dict[str, str]:
+    """States for the `meta` database of a new repository."""
+    return {key.decode(): uuid.uuid4().hex for key in _STATES.values()}
+
+
 def pair_states(store: Store) -> PairStates | None:
-    """The states of the pair table; None where they are not told (yet).
+    """The states of the pair table; None where they are not told.
 
     Who plans asks before looking anything up in the table: then a plan is never taken for one of a later state.
     """
     with store.environment.read() as txn:
-        found = txn.get_many("reuse", list(_STATE_KEYS.values()))
-    try:
-        states = [decode(unseal(key, found[key], "state"), _STATE)["state"] for key in _STATE_KEYS.values()]
-    except (KeyError, ValueError, IntegrityError):
-        return None
-    return PairStates(*map(str, states))
+        found = txn.get_many("meta", list(_STATES.values()))
+    states = [found[key].decode(errors="replace") for key in _STATES.values() if key in found]
+    return PairStates(*states) if len(states) == len(_STATES) else None
 
 
 def begin_pair_states(store: Store) -> PairStates:
@@ -169,22 +164,16 @@ def begin_pair_states(store: Store) -> PairStates:
     known = pair_states(store)
     while known is None:
         with repository_lock(store.path / "lock", exclusive=False), store.environment.write() as txn:
-            for key in _STATE_KEYS.values():
-                _put_state(txn, key)
+            _renew(txn, _STATES)
         known = pair_states(store)
     return known
 
 
 def _renew(txn: Transaction, suffixes: Iterable[bytes]) -> None:
-    """Give the table new states, where it has some, for records whose keys end so (by a damaged one, both)."""
+    """Give the table new states, for records whose keys end so (by a damaged one, both)."""
     for suffix in suffixes:
-        for key in [_STATE_KEYS[suffix]] if suffix in _STATE_KEYS else _STATE_KEYS.values():
-            if txn.contains("reuse", key):
-                _put_state(txn, key)
-
-
-def _put_state(txn: Transaction, key: bytes) -> None:
-    txn.put("reuse", key, seal(key, encode({"kind": _STATE, "state": uuid.uuid4().hex})))
+        for key in [_STATES[suffix]] if suffix in _STATES else _STATES.values():
+            txn.put("meta", key, uuid.uuid4().hex.encode())
 
 
 def pair_problem(txn: Transaction, key: bytes, value: memoryview) -> str | None:

@@ -1,8 +1,8 @@
 """The reuse table: results by the digest of what they were computed from.
 
 Several kinds of entries share it: output blocks, of a column or of all that is computed of a tensor; and JSON: what an
-operator's `prepare` found for a tensor, what planning came to, and the states of the pair table (`mpfs.store.pairs`).
-Blocks and plans that an entry names may be gone, and it is only believed while they are there.
+operator's `prepare` found for a tensor, and what planning came to. Blocks and plans that an entry names may be gone, and it
+is only believed while they are there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mpfs.store.seal import SEAL_SIZE, is_sealed
 
 PLANNED: Final = "planned"
 """The kind of entries of what planning came to: `plan` is a plan's id, or `worth` two numbers of a tensor (energy, cosine).
-`pairs` are the states of the pair table that it depends on: of the distances, and of the histograms or None."""
+`pairs` are the states of the pair table (`mpfs.store.pairs`) that it depends on: of the distances, and of the histograms or
+None."""
 
 _BATCH: Final = 1024
 """Columns that are looked up in one transaction."""

@@ -35,6 +35,7 @@ from mpfs.store.environment import Environment
 from mpfs.store.filesystem import refuse_network_file_system, room_to_grow
 from mpfs.store.locks import repository_lock
 from mpfs.store.objects import ObjectReader, put_object
+from mpfs.store.pairs import new_states
 from mpfs.store.refs import RefKind, RefReader, set_ref
 from mpfs.store.reuse import ReuseTable
 from mpfs.store.writer import Writer
@@ -235,7 +236,7 @@ def _new_meta(block_size: int) -> dict[str, str]:
         "hash_name": HASH_NAME,
         "uuid": str(uuid.uuid4()),
     }
-    return {**values, "checksum": meta_checksum(values)}
+    return {**values, "checksum": meta_checksum(values), **new_states()}
 
 
 def meta_checksum(values: Mapping[str, str]) -> str:
@@ -248,7 +249,7 @@ def _read_info(path: Path, environment: Environment) -> StoreInfo:
     with environment.read() as txn:
         found = {bytes(key): bytes(value) for key, value in txn.scan("meta")}
     try:
-        values = {key.decode(): value.decode() for key, value in found.items()}
+        values = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in found.items()}
         info = StoreInfo(int(values["format_version"]), int(values["block_size"]), values["hash_name"], values["uuid"])
     except (KeyError, ValueError) as error:
         raise NotARepositoryError(f"{path}: the store has no valid meta record: {error!r}") from error

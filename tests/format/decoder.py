@@ -47,7 +47,7 @@ class Repository:
                 handle = environment.open_db(name.encode(), transaction, create=False)
                 self.raw[name] = dict(transaction.cursor(handle).iternext())
         environment.close()
-        self.meta = {key.decode(): value.decode() for key, value in self.raw["meta"].items()}
+        self.meta = {key.decode(): value.decode(errors="replace") for key, value in self.raw["meta"].items()}
         self.block_size = int(self.meta["block_size"])
         self.objects = {name: self._objects(name, kind) for name, kind in OBJECTS.items()}
         self.refs = dict(self._ref(key, value) for key, value in self.raw["refs"].items())
@@ -94,7 +94,7 @@ class Repository:
             self.tensor_bytes(identity)
         for key, value in self.raw["reuse"].items():
             payload = unseal(key, value)
-            kinds = ("prepared", "planned", "pair_state")
+            kinds = ("prepared", "planned")
             require(len(key) == 32 and (len(payload) % 16 == 0 or json.loads(payload)["kind"] in kinds), "reuse")
         for commit, run in self.raw["run_index"].items():
             require(self.objects["runs"][run.hex()]["commit"] == commit.hex(), "run_index")

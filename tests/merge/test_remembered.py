@@ -242,15 +242,21 @@ def test_results_are_found_by_tensor_or_by_column(models: Lab, monkeypatch: pyte
         assert len(txn.get_many("reuse", list(whole))) == len(whole)
 
 
-def test_a_store_that_has_forgotten_the_states_of_its_pairs_is_not_believed(models: Lab) -> None:
-    models.merge(asked())
-    states = entries(models, "pair_state")
-    assert len(states) == 2
-    for key in states:
-        with models.repository._store.environment.write() as txn:
-            txn.delete("reuse", key)
-        assert planned(models, asked())[1]
-        assert not planned(models, asked())[1]
+@pytest.mark.parametrize("key", [b"pairs_distances", b"pairs_histograms"])
+@pytest.mark.parametrize("value", [None, b"", b"\xff\x00"])
+def test_a_store_that_has_forgotten_the_states_of_its_pairs_is_not_believed(
+    models: Lab, key: bytes, value: bytes | None
+) -> None:
+    models.merge(asked(), budget=HALF)
+    with models.repository._store.environment.write() as txn:
+        assert txn.delete("meta", key)
+        if value is not None:
+            txn.put("meta", key, value)
+    assert planned(models, asked(), budget=HALF)[1]
+    assert not planned(models, asked(), budget=HALF)[1]
+    models.repository.close()
+    with Repository.open(models.root / "repo") as again:
+        assert again.fsck().ok
 
 
 @pytest.fixture(scope="module")

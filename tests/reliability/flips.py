@@ -25,8 +25,10 @@ def contents(path: Path) -> dict[str, object]:
         ref: [kind, commit, [[name, hashlib.sha256(data).hexdigest()] for name, data in found.files(commit)]]
         for ref, (kind, commit) in found.refs.items()
     }
-    # When the last collection was is for whoever is curious: nothing reads it, and nothing is lost with it.
-    meta = {key: value for key, value in found.meta.items() if key != "last_gc"}
+    # When the last collection was is for whoever is curious: nothing reads it, and nothing is lost with it. With the states of
+    # pairs only plans that were remembered are forgotten.
+    lost = ("last_gc", "pairs_distances", "pairs_histograms")
+    meta = {key: value for key, value in found.meta.items() if key not in lost}
     return {"files": files, "reflog": found.reflog, "commits": found.objects["commits"], "meta": meta}
 
 
