@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,14 +89,21 @@ def assert_as_alone(lab: Lab, report: SweepReport) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[BlockId]]:
     """How often each block is read from the store within the `with` block."""
     seen: Counter[BlockId] = Counter()
-    view = BlockReader.view
+    reading = BlockReader.reading
 
-    def counting(self: BlockReader, blocks: Sequence[BlockId], where: str) -> Any:
-        seen.update(blocks)
-        return view(self, blocks, where)
+    @contextmanager
+    def counting(self: BlockReader, where: str) -> Iterator[Any]:
+        with reading(self, where) as read:
+
+            def read_and_tell(blocks: Iterable[BlockId]) -> list[memoryview]:
+                wanted = list(blocks)
+                seen.update(wanted)
+                return read(wanted)
+
+            yield read_and_tell
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlockReader, "view", counting)
+        patch.setattr(BlockReader, "reading", counting)
         yield seen
 
 
