@@ -220,7 +220,7 @@ def _stage(run: _Run) -> list[StagedBlock | None]:
 
 def _stage_piece(piece: _Piece) -> StagedBlock:
     job = piece.job
-    staged = stage_block(bytes(job.source.read(piece.offset, piece.size)), job.dtype, piece.first)
+    staged = stage_block(job.source.read(piece.offset, piece.size), job.dtype, piece.first)
     if job.companion is not None:
         job.companion.take(piece.offset, staged.block, staged.data)
     return staged

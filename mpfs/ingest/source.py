@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
+import numpy as np
+
 from mpfs.errors import BadInputError, FormatError
 from mpfs.formats import npz, torch_file
 from mpfs.formats.location import Location
 from mpfs.ingest.forward import ForwardReader, Stream
+from mpfs.store.memory import MEMORY
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +24,11 @@ if TYPE_CHECKING:
 _Stamp: TypeAlias = tuple[int, int, int, int, int]
 
 _CHUNK = 4 << 20
+
+_WHOLE = 256 << 10
+"""What is read in multiples of this is whole blocks, of which there are many of one size."""
+
+_BYTES = np.dtype(np.uint8)
 
 
 class ByteSource(Protocol):
@@ -98,7 +106,7 @@ class SourceFile:
         """That many bytes more will be read."""
         self._unread += size
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytes | memoryview:
         """Exactly `size` bytes from `offset`, of a range that was announced.
 
         Raises:
@@ -131,19 +139,32 @@ class SourceFile:
         with self._lock:
             self._close()
 
-    def _pread(self, offset: int, size: int) -> bytes:
+    def _pread(self, offset: int, size: int) -> bytes | memoryview:
         fd = self._open()
+        if size and size % _WHOLE == 0 and hasattr(os, "preadv"):
+            # Most blocks are of one size: their memory serves again and again.
+            buffer = MEMORY.empty(size, _BYTES).data
+            done = 0
+            while done < size:
+                count = os.preadv(fd, [buffer[done:]], offset + done)
+                if not count:
+                    raise self._ended(offset + done, offset + size)
+                done += count
+            return buffer
         data = os.pread(fd, size, offset)
         while len(data) < size:
             more = os.pread(fd, size - len(data), offset + len(data))
             if not more:
-                raise FormatError(
-                    f"{self.path}: ended at byte {offset + len(data):,} while bytes up to {offset + size:,} were being "
-                    "read; it changed during the import",
-                    file=str(self.path),
-                )
+                raise self._ended(offset + len(data), offset + size)
             data += more
         return data
+
+    def _ended(self, at: int, expected: int) -> FormatError:
+        return FormatError(
+            f"{self.path}: ended at byte {at:,} while bytes up to {expected:,} were being "
+            "read; it changed during the import",
+            file=str(self.path),
+        )
 
     def _open(self) -> int:
         with self._lock:
@@ -192,7 +213,7 @@ class FileBytes:
         """Bytes of the range."""
         return self._size
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytes | memoryview:
         """Exactly `size` bytes from `offset` within the range."""
         return self._file.read(self._offset + offset, size)
 
@@ -214,7 +235,7 @@ class KnownBytes:
         """Number of bytes."""
         return len(self._expected)
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytes | memoryview:
         """Exactly `size` bytes from `offset`.
 
         Raises:

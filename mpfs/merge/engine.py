@@ -24,7 +24,6 @@ from mpfs.merge.conversion import TYPES, converted
 from mpfs.merge.delta import DeltaIterator, ReadLedger, planned_blocks
 from mpfs.merge.kernels.backend import kernels
 from mpfs.merge.kernels.columns import BitsColumns
-from mpfs.merge.kernels.outputs import OUTPUTS
 from mpfs.merge.kernels.stored import StoredColumns, in_parts
 from mpfs.merge.magnitudes import Counted, Histograms
 from mpfs.merge.numeric import to_bytes
@@ -39,6 +38,7 @@ from mpfs.objects.encoding import encode
 from mpfs.objects.progress import Progress
 from mpfs.stats.staging import stage_block
 from mpfs.store import StagedBlock, Store, WriteFigures, Writer
+from mpfs.store.memory import MEMORY
 from mpfs.store.pairs import Pair, PairRecord, PairTable
 
 FIXED_MEMORY = 512 << 20
@@ -93,7 +93,7 @@ def execute(plan: Plan, store: Store, writer: Writer, options: MergeOptions) -> 
         return run.run(options.progress)
     finally:
         run.torch.restore()
-        OUTPUTS.forget()
+        MEMORY.forget()
 
 
 class Execution(Reusing):

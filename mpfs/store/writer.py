@@ -20,6 +20,7 @@ from mpfs.objects import BlockId, Commit, ObjectId, Plan, Run, Snapshot, Tensor
 from mpfs.objects.ids import BLOCK_ID_SIZE, is_object_id
 from mpfs.store.blocks import RAW, BlockInfo, read_ahead
 from mpfs.store.environment import Environment, Transaction
+from mpfs.store.memory import MEMORY
 from mpfs.store.objects import put_object
 from mpfs.store.pairs import Pair, PairRecord, pairs_size, put_pair_records
 from mpfs.store.refs import RefKind, set_ref
@@ -121,6 +122,7 @@ class Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
+        MEMORY.forget()
         # What is left there is in nobody's way: the next writer uses it, a compaction gives it back.
         with suppress(MPFSError):
             self._environment.give_room_back()

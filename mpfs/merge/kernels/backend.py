@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mpfs.merge.kernels import dispatch
 from mpfs.merge.kernels.columns import BIT_TYPES, Between, Bits, BitsColumn, Drawn, Largest, Rule
-from mpfs.merge.kernels.outputs import OUTPUTS
+from mpfs.store.memory import MEMORY
 
 TILE, WHOLE, LARGEST, DRAWN, BETWEEN, _ROWS = 256, 1, 2, 3, 4, 8
 """As `compiled` has them, which cannot be imported without numba."""
@@ -49,7 +49,7 @@ class Kernels:
         `weights` are rounded to the dtype. The column has a base.
         """
         base = _aligned(column.base)
-        out = OUTPUTS.empty(column.numel, BIT_TYPES[dtype])
+        out = MEMORY.empty(column.numel, BIT_TYPES[dtype])
         kept = [None if expert is None else _aligned(expert) for expert in column.experts]
         table = np.zeros((len(kept), 5), np.uint64)
         kinds = np.zeros(len(kept), np.int64)
@@ -93,7 +93,7 @@ class Kernels:
     def linear(self, dtype: str, models: Sequence[Bits], weights: Sequence[float], divisor: float) -> Bits:
         """The weighted sum of models, accumulated by fused multiplications, over `divisor`."""
         kept = [_aligned(model) for model in models]
-        out = OUTPUTS.empty(kept[0].size, BIT_TYPES[dtype])
+        out = MEMORY.empty(kept[0].size, BIT_TYPES[dtype])
         addresses = np.array([_address(model) for model in kept], np.uint64)
         dispatch.load("linear", dtype)(
             out, addresses, np.array(weights, np.float32), divisor, np.empty(TILE, np.float32)
@@ -155,7 +155,7 @@ class Kernels:
     def blend(self, dtype: str, base: Bits, other: Bits, factors: Sequence[float], *, keep_equal: bool) -> Bits:
         """The sum of two models times their factors; with `keep_equal` where they differ, else the base's bits."""
         base, other = _aligned(base), _aligned(other)
-        out = OUTPUTS.empty(base.size, BIT_TYPES[dtype])
+        out = MEMORY.empty(base.size, BIT_TYPES[dtype])
         dispatch.load("blend", dtype)(out, _address(base), _address(other), np.array(factors, np.float32), keep_equal)
         return out
 

@@ -18,7 +18,6 @@ from itertools import islice
 from mpfs.merge.delta import DeltaIterator
 from mpfs.merge.engine import FIXED_MEMORY, Execution, Outcome, computed_bytes
 from mpfs.merge.kernels.columns import BitsColumns
-from mpfs.merge.kernels.outputs import OUTPUTS
 from mpfs.merge.operators import Column, Operator
 from mpfs.merge.options import MergeOptions
 from mpfs.merge.reusing import Job, Result
@@ -34,6 +33,7 @@ from mpfs.objects import BlockId, Plan, PlanTensor
 from mpfs.objects.dtypes import itemsize
 from mpfs.objects.progress import Progress
 from mpfs.store import Store, Writer
+from mpfs.store.memory import MEMORY
 
 _COUNTS = 18 << 20
 """About what the counts of magnitudes that are kept for a tensor take."""
@@ -91,7 +91,7 @@ def execute_together(plans: Sequence[Plan], store: Store, writer: Writer, option
         run.stopping.set()
         for member in run.members:
             member.torch.restore()
-        OUTPUTS.forget()
+        MEMORY.forget()
     return run.result()
 
 

@@ -1,23 +1,30 @@
-"""Memory for results, used again once nobody holds it.
+"""Memory for blocks on their way into the store (read from a source, or results of a merge), used again once nobody holds it.
 
-Fresh memory is cleared by the system, page by page, when it is first written to: for methods that compute little that is
-a large part of a merge.
+Fresh memory is cleared by the system, page by page, when it is first written to: for methods that compute little, and
+for an import, that is a good part of what they take. Memory begins with a page, since reading a file to
+a place 16 bytes into one, where `malloc` and so numpy put large arrays, takes three times as long on some processors.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+from mpfs.deferred import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _MOST = 64 << 20
 """Bytes that are kept, at the most: as many as the writer holds."""
 
+_SMALL = 256 << 10
+"""Bytes; smaller memory is numpy's own."""
 
-class Outputs:
-    """Arrays of results. Safe to use from several threads."""
+
+class Memory:
+    """Arrays whose memory is used again. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
@@ -28,7 +35,7 @@ class Outputs:
         try:
             memory = free.pop()
         except IndexError:
-            memory = np.empty(count * dtype.itemsize, np.uint8)
+            memory = _fresh(count * dtype.itemsize)
         found: NDArray[Any] = np.asarray(_Lease(memory, self._take_back)).view(dtype)
         return found
 
@@ -40,6 +47,12 @@ class Outputs:
         """Give memory back that nobody holds."""
         for free in list(self._free.values()):
             free.clear()
+
+
+def _fresh(size: int) -> NDArray[np.uint8]:
+    if size < _SMALL:
+        return np.empty(size, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 class _Lease:
@@ -54,5 +67,5 @@ class _Lease:
         self._take_back(self._memory)
 
 
-OUTPUTS = Outputs()
-"""Those of this process."""
+MEMORY = Memory()
+"""That of this process."""
