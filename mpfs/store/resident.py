@@ -46,8 +46,7 @@ def _counter() -> Callable[[int, int, int], int] | None:
     """Tells how many pages of a range are in the cache, -1 if it fails. None where there is no such call."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return None
-    # So short a call is not worth giving up the interpreter lock for.
-    call = ctypes.PyDLL(None).syscall
+    call = ctypes.CDLL(None).syscall
     call.argtypes = [ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
     call.restype = ctypes.c_long
 
