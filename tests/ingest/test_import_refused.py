@@ -159,7 +159,7 @@ class TestChangesMeanwhile:
         once = threading.Lock()
         original = source_module.SourceFile._pread
 
-        def pread(self: source_module.SourceFile, offset: int, size: int) -> bytes:
+        def pread(self: source_module.SourceFile, offset: int, size: int) -> bytes | memoryview:
             if once.acquire(blocking=False):
                 change(root / "model.safetensors")
             return original(self, offset, size)

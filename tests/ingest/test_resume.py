@@ -69,7 +69,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     found: dict[str, int] = {}
     original = source_module.SourceFile.read
 
-    def read(self: source_module.SourceFile, offset: int, size: int) -> bytes:
+    def read(self: source_module.SourceFile, offset: int, size: int) -> bytes | memoryview:
         found[self.path.name] = found.get(self.path.name, 0) + size
         return original(self, offset, size)
 
