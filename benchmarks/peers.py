@@ -74,18 +74,25 @@ def run(command: list[str]) -> Ran:
     return Ran(seconds, peak, read)
 
 
-def recipe(method: str, names: list[str], base: str, density: object = 0.5) -> dict[str, object]:
-    """The recipe that both get; models are named as each side names them."""
+def recipe(method: str, names: list[str], base: str, round_: int, density: object = 0.5) -> dict[str, object]:
+    """The recipe that both get; models are named as each side names them. Each round's is another one, since MPFS does
+    not write what its store has already."""
     shared: dict[str, object] = {"base_model": base}
-    parameters: dict[str, object] = {"weight": 1.0 / len(names)}
+    parameters: dict[str, object] = {"weight": round((1 - 0.01 * round_) / len(names), 6)}
     if method == "slerp":
-        shared["parameters"] = {"t": 0.4}
+        shared["parameters"] = {"t": round(0.4 - 0.01 * round_, 6)}
         parameters = {}
     elif method == "linear":
         shared = {}
     elif method != "task_arithmetic":
         parameters["density"] = density
-    models = [{"model": name, "parameters": parameters} for name in names]
+    each = [dict(parameters) for _ in names]
+    if method == "linear":
+        # Its weights are made to sum to one, so that all of them together would change nothing.
+        each[0]["weight"] = round((1 + 0.01 * round_) / len(names), 6)
+    models: list[dict[str, object]] = [
+        {"model": name, "parameters": own} for name, own in zip(names, each, strict=True)
+    ]
     if method == "slerp":
         models.insert(0, {"model": base, "parameters": {}})
     return {"merge_method": method, **shared, "models": models, "dtype": "bfloat16"}
@@ -149,6 +156,9 @@ class Contest:
                 repo.import_checkpoint(source, name, base=self.names[0] if number and not plain_imports else None)
                 print(f"made and imported {name}", file=sys.stderr, flush=True)
         os.sync()
+        self.data = next((scratch / "repository").rglob("data.mdb"))
+        # What is imported lies before what will be merged.
+        self.imported = self.data.stat().st_size
 
     def note(self, name: str, ran: Ran) -> None:
         """Remember a run, and tell."""
@@ -162,6 +172,14 @@ class Contest:
         else:
             subprocess.run(["cat", *inputs], check=True, stdout=subprocess.DEVNULL)
 
+    def prepare_store(self) -> None:
+        """The same for a run of MPFS: what was imported, and not what merges have added since, which may be more than
+        fits into memory."""
+        if self.cold:
+            drop_caches()
+        else:
+            subprocess.run(["head", "-c", str(self.imported), self.data], check=True, stdout=subprocess.DEVNULL)
+
     def floors(self, count: int) -> None:
         """What the disk can do."""
         files = [source / "model.safetensors" for source in self.sources[: count + 1]]
@@ -172,21 +190,21 @@ class Contest:
         self.note("cp + sync of one model", run(["sh", "-c", command]))
         copy.unlink()
 
-    def merge(self, method: str, count: int, budgets: list[int]) -> None:
-        """One round of a method with so many experts."""
+    def merge(self, method: str, count: int, budgets: list[int], round_: int) -> None:
+        """One round (from 0) of a method with so many experts."""
         label = f"{method}, {count} experts" if count > 1 else f"{method}, 1 expert"
         mine, changed, theirs = (self.scratch / f"{name}.yml" for name in ("mine", "changed", "theirs"))
         base, experts = self.names[0], self.names[1 : count + 1]
-        mine.write_text(yaml.safe_dump(recipe(method, experts, base)), encoding="utf-8")
+        mine.write_text(yaml.safe_dump(recipe(method, experts, base, round_)), encoding="utf-8")
         paths = [str(source) for source in self.sources]
-        theirs.write_text(yaml.safe_dump(recipe(method, paths[1 : count + 1], paths[0])), encoding="utf-8")
+        same = recipe(method, paths[1 : count + 1], paths[0], round_)
+        theirs.write_text(yaml.safe_dump(same), encoding="utf-8")
         out, expected = self.scratch / "out", self.scratch / "expected"
         self.prepare([source / "model.safetensors" for source in self.sources[: count + 1]])
         command = [str(self.mergekit.with_name("mergekit-yaml")), str(theirs), str(expected), *MERGEKIT_OPTIONS]
         self.note(f"{label}: mergekit", run(command))
-        store = sorted((self.scratch / "repository").rglob("data.mdb"))
         branch = label.replace(", ", "-").replace(" ", "-")
-        self.prepare(store)
+        self.prepare_store()
         self.note(f"{label}: mpfs merge", run([*self.mpfs, "merge", str(mine), "--into", branch, "--no-reuse"]))
         checkout = run([*self.mpfs, "checkout", branch, str(out)])
         last = self.runs[f"{label}: mpfs merge"][-1]
@@ -195,12 +213,8 @@ class Contest:
         self.note(f"{label}: mpfs merge + checkout", both)
         self.note(f"{label}: mpfs merge again", run([*self.mpfs, "merge", str(mine), "--into", f"{branch}-again"]))
         if "density" in str(mine.read_text(encoding="utf-8")):
-            # Another value each round: what an earlier round computed would be found.
-            density = [
-                {"filter": "layers.3.", "value": 0.4 - 0.01 * len(self.runs[f"{label}: mpfs merge"])},
-                {"value": 0.5},
-            ]
-            changed.write_text(yaml.safe_dump(recipe(method, experts, base, density)), encoding="utf-8")
+            density = [{"filter": "layers.3.", "value": 0.4}, {"value": 0.5}]
+            changed.write_text(yaml.safe_dump(recipe(method, experts, base, round_, density)), encoding="utf-8")
             command = [*self.mpfs, "merge", str(changed), "--into", f"{branch}-changed"]
             self.note(f"{label}: mpfs merge, one layer's density changed", run(command))
         unequal, total = differing(out, expected)
@@ -210,7 +224,7 @@ class Contest:
         shutil.rmtree(out)
         # linear and slerp have no base that could stand in for what a budget leaves out.
         for budget in budgets if method not in ("linear", "slerp") else []:
-            self.prepare(store)
+            self.prepare_store()
             command = [*self.mpfs, "merge", str(mine), "--into", f"{branch}-{budget}", "--no-reuse"]
             self.note(f"{label}: mpfs merge, budget {budget}%", run([*command, "--budget", f"{budget}%"]))
 
@@ -269,12 +283,12 @@ def main(arguments: list[str]) -> None:
             cold=options.cold,
             plain_imports=options.plain_imports,
         )
-        for _ in range(options.rounds):
+        for round_ in range(options.rounds):
             for count in options.experts:
                 contest.floors(count)
             for method in options.methods:
                 for count in options.experts if method != "slerp" else [1]:
-                    contest.merge(method, count, options.budgets)
+                    contest.merge(method, count, options.budgets, round_)
         contest.report(options.rounds)
         if options.json is not None:
             raw = {name: [asdict(item) for item in runs] for name, runs in contest.runs.items()}
