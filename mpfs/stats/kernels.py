@@ -14,41 +14,24 @@ The constants are those of `mpfs.stats.hashing`; kernels and reference are teste
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
-import numba  # type: ignore[import-untyped,unused-ignore]  # old versions ship no types
 import numpy as np
 from numpy.typing import NDArray
 
 from mpfs.stats.decode import Bits
 from mpfs.stats.hashing import TILE
+from mpfs.stats.inlined import as_f32, as_f64, inline
 
 _Lanes: TypeAlias = NDArray[np.float64]
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _inner(function: _F) -> _F:
-    """Compile a helper that the kernels below inline."""
-    return cast(_F, numba.njit(nogil=True, fastmath=False)(function))
-
-
-@_inner
-def _as_f32(bits: Any) -> Any:
-    return np.uint32(bits).view(np.float32)
-
-
-@_inner
-def _as_f64(bits: Any) -> Any:
-    return np.uint64(bits).view(np.float64)
-
-
-@_inner
+@inline
 def _bits_of(x: Any) -> Any:
     return np.float64(x).view(np.uint64)
 
 
-@_inner
+@inline
 def _mix(z: Any) -> Any:
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)
@@ -57,7 +40,7 @@ def _mix(z: Any) -> Any:
     return z ^ (z >> np.uint64(31))
 
 
-@_inner
+@inline
 def _add_tile(values: _Lanes, groups: int, first_group: Any, sketch: _Lanes, sums: _Lanes, squares: _Lanes) -> None:
     for g in range(groups):
         group = values[g * 64 : g * 64 + 64]
@@ -73,10 +56,10 @@ def _add_tile(values: _Lanes, groups: int, first_group: Any, sketch: _Lanes, sum
         places = sketch[rotation : rotation + np.uint64(64)]
         for j in range(64):
             sign = (signs << np.uint64(63 - j)) & np.uint64(0x8000000000000000)
-            places[j] += _as_f64(_bits_of(group[j]) ^ sign)
+            places[j] += as_f64(_bits_of(group[j]) ^ sign)
 
 
-@_inner
+@inline
 def _survey_16(tile: Bits) -> Any:
     """How many zeros, and the largest magnitude."""
     none, top = np.uint16(0), np.uint16(0)
@@ -87,7 +70,7 @@ def _survey_16(tile: Bits) -> Any:
     return np.uint64(none), np.uint64(top)
 
 
-@_inner
+@inline
 def _survey_32(tile: Bits) -> Any:
     none, top = np.uint32(0), np.uint32(0)
     for i in range(tile.size):
@@ -97,7 +80,7 @@ def _survey_32(tile: Bits) -> Any:
     return np.uint64(none), np.uint64(top)
 
 
-@_inner
+@inline
 def _survey_64(tile: Bits) -> Any:
     none, top = np.uint64(0), np.uint64(0)
     for i in range(tile.size):
@@ -107,7 +90,7 @@ def _survey_64(tile: Bits) -> Any:
     return none, top
 
 
-@_inner
+@inline
 def _read_odd_tile(tile: Bits, magnitude: Any, exponent: Any, decode: Any, values: _Lanes) -> Any:
     """Read a tile with something in it that is not finite, as 0; how many those are, and the largest magnitude of the rest."""
     odd, top = np.uint64(0), np.uint64(0)
@@ -121,30 +104,30 @@ def _read_odd_tile(tile: Bits, magnitude: Any, exponent: Any, decode: Any, value
     return odd, top
 
 
-@_inner
+@inline
 def _decode_bf16(b: Any) -> Any:
-    return np.float64(_as_f32(np.uint32(b) << np.uint32(16)))
+    return np.float64(as_f32(np.uint32(b) << np.uint32(16)))
 
 
-@_inner
+@inline
 def _decode_f16(b: Any) -> Any:
     # As f32: move the mantissa up and rebias the exponent. A subnormal m·2^-24 comes out of
     # (1 + m/1024)·2^-14 - 2^-14, so that no subnormal f32 is ever an operand.
     m = np.uint32(np.uint32(b) & np.uint32(0x7FFF))
-    normal = _as_f32((m << np.uint32(13)) + np.uint32(112 << 23))
-    subnormal = _as_f32((m << np.uint32(13)) + np.uint32(113 << 23)) - _as_f32(np.uint32(113 << 23))
+    normal = as_f32((m << np.uint32(13)) + np.uint32(112 << 23))
+    subnormal = as_f32((m << np.uint32(13)) + np.uint32(113 << 23)) - as_f32(np.uint32(113 << 23))
     x = np.float64(normal if m >= np.uint32(0x0400) else subnormal)
-    return _as_f64(_bits_of(x) | ((np.uint64(b) & np.uint64(0x8000)) << np.uint64(48)))
+    return as_f64(_bits_of(x) | ((np.uint64(b) & np.uint64(0x8000)) << np.uint64(48)))
 
 
-@_inner
+@inline
 def _decode_f32(b: Any) -> Any:
-    return np.float64(_as_f32(b))
+    return np.float64(as_f32(b))
 
 
-@_inner
+@inline
 def _decode_f64(b: Any) -> Any:
-    return _as_f64(b)
+    return as_f64(b)
 
 
 def accumulate_bf16(

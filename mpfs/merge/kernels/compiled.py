@@ -18,17 +18,15 @@ from numba import carray  # type: ignore[import-untyped,attr-defined,unused-igno
 from mpfs.merge.kernels.draws import GROUP, drawn, group_word, signed
 from mpfs.merge.kernels.formats import (
     TILE,
-    as_float,
     delta_of,
     fma,
-    inline,
-    pattern_of,
     place,
     pointer,
     rounded,
     stored,
     wide,
 )
+from mpfs.stats.inlined import as_f32, bits_of_f32, inline
 
 ABSENT, WHOLE, LARGEST, DRAWN, BETWEEN = range(5)
 """What of an expert's delta is merged: nothing, everything, what passes a threshold, what a draw keeps, what two ends do."""
@@ -68,7 +66,7 @@ def _add_whole(expert: Any, s: Any, terms: Any, n: Any, weight: Any, like: Any) 
 def _add_largest(expert: Any, s: Any, terms: Any, i: Any, n: Any, weight: Any, bound: Any, like: Any) -> None:
     for j in range(i, n):
         delta = delta_of(wide(expert[j]), s[BASE + j], like)
-        size = np.int32(pattern_of(delta) & np.uint32(0x7FFFFFFF))
+        size = np.int32(bits_of_f32(delta) & np.uint32(0x7FFFFFFF))
         term = rounded((delta if size > bound else np.float32(0)) * weight, like)
         terms[j] = term
         s[TOTAL + j] += term
@@ -79,7 +77,7 @@ def _add_sized(expert: Any, s: Any, terms: Any, i: Any, n: Any, weight: Any, lea
     width = np.uint32(max(end, least) - least)
     for j in range(i, n):
         delta = delta_of(wide(expert[j]), s[BASE + j], like)
-        size = min(np.uint32(pattern_of(delta) & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800001))
+        size = min(np.uint32(bits_of_f32(delta) & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800001))
         inside = np.uint32(size - least) < width
         term = rounded((delta if inside else np.float32(0)) * weight, like)
         terms[j] = term
@@ -137,7 +135,7 @@ def _turn(s: Any, n: Any) -> None:
 
 @inline
 def _agrees(term: Any, turned: Any) -> Any:
-    return as_float(pattern_of(term) ^ pattern_of(turned)) > np.float32(0)
+    return as_f32(bits_of_f32(term) ^ bits_of_f32(turned)) > np.float32(0)
 
 
 @inline

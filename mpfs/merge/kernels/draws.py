@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpfs.merge.kernels.formats import inline
+from mpfs.stats.inlined import inline
 
 GROUP = 1024
 """Elements whose bits are made of one output of SplitMix64."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped,unused-ignore]
-import numba  # type: ignore[import-untyped,unused-ignore]  # old versions ship no types
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
 from numba import types
@@ -23,15 +22,12 @@ from numba.extending import (  # type: ignore[import-untyped,unused-ignore]
     overload,
 )
 
+from mpfs.stats.inlined import as_f32, bits_of_f32, inline
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 TILE = 256
 """Elements that are worked on together: their float32 values stay in the nearest cache."""
-
-
-def inline(function: _F) -> _F:
-    """Compile a helper that the kernels below inline."""
-    return cast(_F, numba.njit(nogil=True, fastmath=False)(function))
 
 
 def _typed(stub: Callable[..., Any]) -> Callable[[_F], _F]:
@@ -113,16 +109,6 @@ def _converts_halves() -> bool:
 _CONVERTS = _converts_halves()
 
 
-@inline
-def as_float(bits: Any) -> Any:
-    return np.uint32(bits).view(np.float32)
-
-
-@inline
-def pattern_of(x: Any) -> Any:
-    return np.float32(x).view(np.uint32)
-
-
 def wide(bits: Any) -> Any:
     """A stored element's value as float32."""
     raise NotImplementedError
@@ -141,12 +127,12 @@ def stored(x: Any, like: Any) -> Any:
 @_typed(wide)
 def _wide_of(bits: Any) -> Any:
     if bits == types.uint16:
-        return lambda bits: as_float(np.uint32(bits) << np.uint32(16))
+        return lambda bits: as_f32(np.uint32(bits) << np.uint32(16))
     if bits == types.int16:
         if _CONVERTS:
             return lambda bits: _widened(np.uint16(bits))
         return lambda bits: _wide_f16(bits)
-    return lambda bits: as_float(bits)
+    return lambda bits: as_f32(bits)
 
 
 @inline
@@ -156,9 +142,9 @@ def _wide_f16(bits: Any) -> Any:
     # A normal number's exponent is rebiased; that of an infinity or NaN goes all the way up. A subnormal m·2^-24 comes
     # out of (1 + m/1024)·2^-14 - 2^-14, so that no subnormal float32 is ever an operand.
     high = np.uint32(m + (np.uint32(0x70000000) if m >= np.uint32(0x0F800000) else np.uint32(112 << 23)))
-    low = pattern_of(as_float(m + np.uint32(113 << 23)) - as_float(np.uint32(113 << 23)))
+    low = bits_of_f32(as_f32(m + np.uint32(113 << 23)) - as_f32(np.uint32(113 << 23)))
     value = high if m >= np.uint32(0x00800000) else low
-    return as_float(value | ((b & np.uint32(0x8000)) << np.uint32(16)))
+    return as_f32(value | ((b & np.uint32(0x8000)) << np.uint32(16)))
 
 
 def magnitude(x: Any, like: Any) -> Any:
@@ -169,12 +155,12 @@ def magnitude(x: Any, like: Any) -> Any:
 @_typed(magnitude)
 def _magnitude_of(x: Any, like: Any) -> Any:
     if like.dtype == types.uint16:
-        return lambda x, like: min(np.uint32((pattern_of(x) >> np.uint32(16)) & np.uint32(0x7FFF)), np.uint32(0x7F81))
+        return lambda x, like: min(np.uint32((bits_of_f32(x) >> np.uint32(16)) & np.uint32(0x7FFF)), np.uint32(0x7F81))
     if like.dtype == types.int16:
         if _CONVERTS:
             return lambda x, like: min(np.uint32(_narrowed(x) & np.uint16(0x7FFF)), np.uint32(0x7C01))
         return lambda x, like: min(np.uint32(np.uint16(_stored_f16(x)) & np.uint32(0x7FFF)), np.uint32(0x7C01))
-    return lambda x, like: min(np.uint32(pattern_of(x) & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800001))
+    return lambda x, like: min(np.uint32(bits_of_f32(x) & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800001))
 
 
 @_typed(rounded)
@@ -191,41 +177,41 @@ def _rounded_of(x: Any, like: Any) -> Any:
 @inline
 def _rounded_bf16(x: Any) -> Any:
     # A NaN's lower half is zero here, whether it came from a bfloat16 or was made by an operation: it stays a NaN.
-    u = pattern_of(x)
+    u = bits_of_f32(x)
     odd = np.uint32((u >> np.uint32(16)) & np.uint32(1))
-    return as_float(np.uint32(u + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000))
+    return as_f32(np.uint32(u + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000))
 
 
 @inline
 def _rounded_f16(x: Any) -> Any:
-    u = pattern_of(x)
+    u = bits_of_f32(x)
     sign = np.uint32(u & np.uint32(0x80000000))
     a = np.uint32(u ^ sign)
     odd = np.uint32((a >> np.uint32(13)) & np.uint32(1))
     r = np.uint32(np.uint32(a + np.uint32(0x0FFF) + odd) & np.uint32(0xFFFFE000))
     r = r if r < np.uint32(0x47800000) else max(a, np.uint32(0x7F800000))
     # One unit in the last place of 0.5 is the smallest subnormal float16.
-    tiny = pattern_of((as_float(a) + np.float32(0.5)) - np.float32(0.5))
-    return as_float((tiny if a < np.uint32(0x38800000) else r) | sign)
+    tiny = bits_of_f32((as_f32(a) + np.float32(0.5)) - np.float32(0.5))
+    return as_f32((tiny if a < np.uint32(0x38800000) else r) | sign)
 
 
 @_typed(stored)
 def _stored_of(x: Any, like: Any) -> Any:
     if like.dtype == types.uint16:
-        return lambda x, like: np.uint16(0x7FC0) if x != x else np.uint16(pattern_of(x) >> np.uint32(16))
+        return lambda x, like: np.uint16(0x7FC0) if x != x else np.uint16(bits_of_f32(x) >> np.uint32(16))
     if like.dtype == types.int16:
         if _CONVERTS:
             return lambda x, like: np.int16(np.uint16(0x7E00) if x != x else _narrowed(x))
         return lambda x, like: _stored_f16(x)
-    return lambda x, like: np.uint32(0x7FC00000) if x != x else pattern_of(x)
+    return lambda x, like: np.uint32(0x7FC00000) if x != x else bits_of_f32(x)
 
 
 @inline
 def _stored_f16(x: Any) -> Any:
-    u = pattern_of(x)
+    u = bits_of_f32(x)
     a = np.uint32(u & np.uint32(0x7FFFFFFF))
     normal = np.uint32(np.uint32(a - np.uint32(112 << 23)) >> np.uint32(13))
-    subnormal = np.uint32(pattern_of(as_float(a) + np.float32(0.5)) - np.uint32(0x3F000000))
+    subnormal = np.uint32(bits_of_f32(as_f32(a) + np.float32(0.5)) - np.uint32(0x3F000000))
     m = subnormal if a < np.uint32(0x38800000) else normal
     m = np.uint32(0x7C00) if a == np.uint32(0x7F800000) else m
     m = np.uint32(m | ((u >> np.uint32(16)) & np.uint32(0x8000)))

@@ -8,7 +8,8 @@ import numpy as np
 from numba import carray  # type: ignore[import-untyped,attr-defined,unused-ignore]
 
 from mpfs.merge.kernels.draws import GROUP, drawn, group_word, signed
-from mpfs.merge.kernels.formats import TILE, delta_of, inline, magnitude, place, pointer, wide
+from mpfs.merge.kernels.formats import TILE, delta_of, magnitude, place, pointer, wide
+from mpfs.stats.inlined import inline
 
 
 @inline
