@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import mpfs
 from benchmarks.bars import Group, draw
-from benchmarks.measure import machine, median, spread
+from benchmarks.measure import machine, median, spread, touch_free_memory
 from mpfs.formats.safetensors import read_header
 from mpfs.testing.synthetic import QWEN3_600M, QWEN3_TINY, Architecture, write_model
 
@@ -52,6 +52,7 @@ def run(command: list[str]) -> Ran:
         SystemExit: it failed.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("OPENBLAS_")}
+    touch_free_memory()
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     peak = read = 0
