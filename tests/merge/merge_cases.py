@@ -294,24 +294,31 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[BlockId]]:
-    """The ids of all blocks that are read within the `with` block."""
-    seen: set[BlockId] = set()
+def told_reads(monkeypatch: pytest.MonkeyPatch, tell: Callable[[list[BlockId]], object]) -> Iterator[None]:
+    """Tell of the blocks that are read from the store within the `with` block, each time that some are."""
     reading = BlockReader.reading
 
     @contextmanager
-    def counting(self: BlockReader, where: str) -> Iterator[Any]:
+    def telling(self: BlockReader, where: str) -> Iterator[Any]:
         with reading(self, where) as read:
 
             def read_and_tell(blocks: Iterable[BlockId]) -> list[memoryview]:
                 wanted = list(blocks)
-                seen.update(wanted)
+                tell(wanted)
                 return read(wanted)
 
             yield read_and_tell
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlockReader, "reading", counting)
+        patch.setattr(BlockReader, "reading", telling)
+        yield
+
+
+@contextmanager
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[BlockId]]:
+    """The ids of all blocks that are read within the `with` block."""
+    seen: set[BlockId] = set()
+    with told_reads(monkeypatch, seen.update):
         yield seen
 
 

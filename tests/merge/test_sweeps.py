@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merge_cases import Lab, family, problems_of, recipe, without_kernels
+from merge_cases import Lab, family, problems_of, recipe, told_reads, without_kernels
 
 from mpfs.errors import BudgetInfeasibleError, MPFSError, NotFoundError, RecipeError, RefConflictError, UsageError
 from mpfs.merge.delta import PlanInputs, planned_blocks
 from mpfs.merge.operators import Operator, get_operator
 from mpfs.merge.sweep.report import SweepReport
 from mpfs.objects import BlockId, Budget, Plan
-from mpfs.store import BlockReader, Writer
+from mpfs.store import Writer
 
 pytest_plugins = ["merge_fixtures"]
 
@@ -89,21 +89,7 @@ def assert_as_alone(lab: Lab, report: SweepReport) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[BlockId]]:
     """How often each block is read from the store within the `with` block."""
     seen: Counter[BlockId] = Counter()
-    reading = BlockReader.reading
-
-    @contextmanager
-    def counting(self: BlockReader, where: str) -> Iterator[Any]:
-        with reading(self, where) as read:
-
-            def read_and_tell(blocks: Iterable[BlockId]) -> list[memoryview]:
-                wanted = list(blocks)
-                seen.update(wanted)
-                return read(wanted)
-
-            yield read_and_tell
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockReader, "reading", counting)
+    with told_reads(monkeypatch, seen.update):
         yield seen
 
 
